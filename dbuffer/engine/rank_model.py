@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -35,7 +34,7 @@ from dbuffer.engine.plan.copy_plan import (
     packed_layers,
     plan_copies,
 )
-from dbuffer.engine.plan.load_trace import LoadTrace, TracedTensor, same_bytes
+from dbuffer.engine.plan.load_trace import same_bytes
 from dbuffer.engine.plan.prepared_switch import (
     PreparedSwitch,
     digest_of,
@@ -43,9 +42,10 @@ from dbuffer.engine.plan.prepared_switch import (
     log_copied_whole,
 )
 from dbuffer.engine.plan.verification import UnverifiableError, Verifier
+from dbuffer.engine.planning import MAX_VERIFICATIONS, Planning, PlanState
 from dbuffer.engine.shape_check import UnusedTensors
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
-from dbuffer.format.layout import DRAFT_PREFIX, Layout, is_of_draft
+from dbuffer.format.layout import DRAFT_PREFIX, Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
@@ -59,45 +59,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_KEPT_TRACES = 4
-"""Number of layouts whose traces (records of how loaders load them) are kept. An earlier version
-may have to be loaded again."""
-
-_MAX_VERIFICATIONS = 4
-"""Number of verifications of a layout's plan, two reloads each, before planning stops for some
-versions."""
-
-_NUM_SKIPPED = 16
-"""Number of versions of a layout to reload after planning has stopped. Planning then starts
-again."""
-
-_NEVER = float("inf")
-
-
-@dataclass
-class _Planning:
-    """Plan for versions of one layout, and results of earlier plans."""
-
-    trace: LoadTrace | None = None
-    plan: CopyPlan | None = None
-    """Plan of copies, or None if there is no plan now."""
-    derived: set[str] = field(default_factory=set)
-    """Layers that a reload changes after it has copied tensors into them."""
-    reloaded: Mapping[str, str] = field(default_factory=dict)
-    """Reasons why layers are left to the engine's reload, by layer."""
-    num_verifications: int = 0
-    """Number of verifications of plans since planning last stopped."""
-    num_skipped: float = 0
-    """Number of versions still to reload before planning starts again."""
-
-    def drop_plan(self) -> None:
-        """Drop the plan; the next version makes a new one.
-
-        The model's own loaders load a version that was prepared with the old plan.
-        """
-        if self.plan is not None:
-            self.plan.verified_for = None
-        self.plan = None
+_KEPT_LAYOUTS = 4
+"""Number of layouts whose traces (records of how loaders load them) and plans are kept. An earlier
+version may have to be loaded again."""
 
 
 class RankModel:
@@ -115,7 +79,8 @@ class RankModel:
         self._state = state
         self.reading = threading.Lock()
         """Lock that the stager's thread holds while it reads the model's weights."""
-        self._traces: list[tuple[Layout, LoadTrace]] = []
+        self._plannings: list[Planning] = []
+        """Plannings of the last layouts, the newest first."""
         self.unused = UnusedTensors(
             options.store,
             options.unused_tensors,
@@ -139,10 +104,6 @@ class RankModel:
         )
         self._rewritten: Collection[str] = ()
         """Published tensors that loaders write into. Loaders get copies of these."""
-        self._planning = _Planning()
-        """Planning of the current layout."""
-        self._planning_before: _Planning | None = None
-        """Planning of the previous layout, if the two layouts differ only by a draft, else None."""
         self._loaded: VersionId | None = None
         """Version that the model has, or None if a reload or other code wrote the weights since."""
         self._digest: int | None = None
@@ -174,28 +135,30 @@ class RankModel:
             if not self._has_draft(layout) and self._draft_store is None:
                 message = "a version of %s has no draft, so the engine's draft keeps its weights"
                 log_once(logger, message, self._store)
-            # Versions with and without a draft may alternate. If this layout had an equal trace
-            # before, use that trace object: its plan may still be there.
-            equal = (t for of, t in self._traces if of == layout and t == trace)
-            trace = next(equal, trace)
         elif layout.draft is not None:
             message = "the drafts in %s are left out: this engine has no draft that can follow"
             log_once(logger, message, self._store)
-        self._traces = [(layout, trace), *self._traces][:_KEPT_TRACES]
+        known = (p for p in self._plannings if p.layout == layout and p.trace == trace)
+        planning = next(known, None) or Planning(layout, trace)
+        others = [other for other in self._plannings if other is not planning]
+        for forgotten in others[_KEPT_LAYOUTS - 1 :]:
+            forgotten.drop()
+        self._plannings = [planning, *others[: _KEPT_LAYOUTS - 1]]
         self.unused.check(trace)
 
     @torch.no_grad()
     def prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
         """Return a switch to a checked version, or None if there is no plan to use now."""
         layout = snapshot.layout
-        self.unused.compare(self._trace_of(layout), snapshot)
+        planning = self._planning_of(layout)
+        self.unused.compare(planning.trace, snapshot)
         tensors = self._as_offered(snapshot.tensors, layout)
         with self.reading:
             # If another program is loading weights, layers may be on the meta device. Make no plan
             # for such layers: the next version is reloaded, and no plan is verified.
             if self._state.is_asleep or self._state.must_reload:
                 return None
-            switch = self._bind(tensors, snapshot)
+            switch = self._bind(planning, tensors, snapshot)
             if switch is not None and switch.plan.verified_for is not None:
                 try:
                     self._add_patches(switch, snapshot)
@@ -205,12 +168,23 @@ class RankModel:
                     log_copied_whole(error)
             return switch
 
-    def _bind(self, tensors: Tensors, snapshot: Snapshot) -> PreparedSwitch | None:
-        plan = self._plan_of(self._trace_of(snapshot.layout))
-        if plan is None:
+    def _bind(
+        self, planning: Planning, tensors: Tensors, snapshot: Snapshot
+    ) -> PreparedSwitch | None:
+        if not self._plans:
             return None
-        images = self._images_of(plan, tensors)
-        if (plan := self._planning.plan) is None:
+        for other in self._plannings:
+            # Versions with and without a draft may alternate.
+            if not other.is_alike(planning.trace):
+                other.drop()
+        planning.drop_if_replaced()
+        planning.begin_version()
+        if planning.state is PlanState.MISSING:
+            self._make_plan(planning)
+        if (plan := planning.plan) is None:
+            return None
+        images = self._images_of(planning, plan, tensors)
+        if (plan := planning.plan) is None:
             return None
         return PreparedSwitch(
             plan,
@@ -222,49 +196,22 @@ class RankModel:
             digests={name: digest_of(tensors[name]) for name in plan.verified_for or ()},
         )
 
-    def _plan_of(self, trace: LoadTrace) -> CopyPlan | None:
-        if not self._plans:
-            return None
-        if trace is not self._planning.trace:
-            self._change_trace(trace)
-        self._drop_plan_of_replaced()
-        if self._planning.plan is None and self._planning.num_skipped:
-            self._planning.num_skipped -= 1
-        if self._planning.plan is None and not self._planning.num_skipped:
-            self._make_plan()
-        return self._planning.plan
-
-    def _change_trace(self, trace: LoadTrace) -> None:
-        """Begin to plan for another layout of published tensors.
-
-        If the two layouts differ only by a draft, keep the old plan, because versions of its
-        layout may follow. Otherwise, drop the old plan.
-        """
-        last, earlier = self._planning, self._planning_before
-        self._planning, self._planning_before = _Planning(trace), None
-        has_draft = isinstance(self._model, DraftedModel)
-        if has_draft and last.trace and _without_draft(trace) == _without_draft(last.trace):
-            self._planning_before = last
-            if earlier is not None and earlier.trace is trace:
-                self._planning = earlier
-        else:
-            last.drop_plan()
-
-    def _make_plan(self) -> None:
-        assert self._planning.trace is not None  # noqa: S101 - it was prepared
+    def _make_plan(self, planning: Planning) -> None:
         try:
-            self._planning.plan = plan_copies(
+            plan = plan_copies(
                 self._model,
-                self._planning.trace,
+                planning.trace,
                 self._check,
                 packing=self._packing,
-                derived=self._planning.derived,
-                reloaded=self._planning.reloaded,
+                derived=planning.derived,
+                reloaded=planning.reloaded,
             )
         except UnsupportedError as error:
-            self._give_up(str(error))
+            planning.give_up(str(error))
+        else:
+            planning.enter(PlanState.UNVERIFIED, plan)
 
-    def _images_of(self, plan: CopyPlan, tensors: Tensors) -> list[Image]:
+    def _images_of(self, planning: Planning, plan: CopyPlan, tensors: Tensors) -> list[Image]:
         """Make the images (processed weights) of a plan's layers.
 
         If processing a layer fails, make a new plan that leaves this layer to the engine's reload.
@@ -277,18 +224,18 @@ class RankModel:
                 try:
                     images.append(Image(packed, plan.traced, tensors))
                 except NotAloneError as error:
-                    self._give_up(str(error))
+                    planning.give_up(str(error))
                     return []
                 except (MemoryError, torch.OutOfMemoryError) as error:
-                    self._set_aside(f"no memory for an image of {packed.name}: {described(error)}")
+                    planning.pause(f"no memory for an image of {packed.name}: {described(error)}")
                     return []
                 # Quantization may raise any error, even for a layer that a reload can load.
                 except Exception as error:  # noqa: BLE001
                     failed[packed.name] = f"no image of it can be made: {described(error)}"
         if failed:
-            self._planning.drop_plan()
-            self._planning.reloaded = {**failed, **plan.reloaded}
-            self._make_plan()
+            planning.drop()
+            planning.reloaded = {**failed, **plan.reloaded}
+            self._make_plan(planning)
         return images
 
     def _add_patches(self, switch: PreparedSwitch, snapshot: Snapshot) -> None:
@@ -316,7 +263,9 @@ class RankModel:
         """
         switch = self._switch_of(staged)
         try:
-            return None if switch is None else self._differing(switch, is_wanted)
+            if switch is None:
+                return None
+            return self._differing(self._planning_of(staged.layout), switch, is_wanted)
         # The comparison fails, for instance, if the device is out of memory. The record then names
         # no attestation.
         except Exception as error:  # noqa: BLE001
@@ -326,14 +275,14 @@ class RankModel:
 
     @torch.no_grad()
     def _differing(
-        self, switch: PreparedSwitch, is_wanted: Callable[[], bool]
+        self, planning: Planning, switch: PreparedSwitch, is_wanted: Callable[[], bool]
     ) -> Sequence[str] | None:
         plan = switch.plan
         differing: list[str] = []
 
         def may_read() -> bool:
             is_ours = not (self._state.is_asleep or self._state.must_reload)
-            is_last = plan is self._planning.plan and self._loaded == switch.version
+            is_last = plan is planning.plan and self._loaded == switch.version
             return is_ours and is_last and is_wanted()
 
         def digest() -> int | None:
@@ -382,12 +331,13 @@ class RankModel:
     def load(self, staged: Staged) -> None:
         self._tried_draft = self._has_draft(staged.layout)
         switch = self._switch_of(staged)
+        planning = self._planning_of(staged.layout)
         if switch is not None and switch.replaces_tensors:
-            self._apply(switch)
+            self._apply(planning, switch)
             return
         assert staged.tensors is not None  # noqa: S101 - or the switch replaced them
         tensors = self._as_offered(staged.tensors, staged.layout)
-        self._reload_and_verify(tensors, self._trace_of(staged.layout), switch)
+        self._reload_and_verify(planning, tensors, switch)
 
     def load_again(self, staged: Staged) -> None:
         """Load a version after a failed load, even if the load failed only on another rank.
@@ -401,7 +351,7 @@ class RankModel:
             self._load(self._rank.read_draft_checkpoint(), partial=True)
 
     @torch.no_grad()
-    def _apply(self, switch: PreparedSwitch) -> None:
+    def _apply(self, planning: Planning, switch: PreparedSwitch) -> None:
         is_base = switch.patches is not None and switch.patches.base == self._loaded
         digest = self._digest if is_base else None
         self._loaded = self._digest = None
@@ -413,55 +363,58 @@ class RankModel:
             # The caller repairs the model by a reload. Drop the plan, because its copies may have
             # caused the failure. The next plan must be verified again.
             switch.plan.verified_for = None
-            self._planning.drop_plan()
+            planning.drop()
             raise
         self._loaded = switch.version
 
     @torch.no_grad()
     def _reload_and_verify(
-        self, tensors: Tensors, trace: LoadTrace, switch: PreparedSwitch | None
+        self, planning: Planning, tensors: Tensors, switch: PreparedSwitch | None
     ) -> None:
         """Load a version by a reload.
 
         If a switch was prepared for the version, verify the switch.
         """
         self._forget()
-        self._rewritten = trace.rewritten
-        if switch is None or switch.plan is not self._planning.plan:
+        self._rewritten = planning.trace.rewritten
+        if switch is None or switch.plan is not planning.plan:
             self._load(tensors.items(), partial=False)
             return
-        if self._planning.num_verifications == _MAX_VERIFICATIONS:
-            self._set_aside(
-                f"copies were verified {_MAX_VERIFICATIONS} times, and not for long: integers "
+        if planning.num_verifications == MAX_VERIFICATIONS:
+            planning.pause(
+                f"copies were verified {MAX_VERIFICATIONS} times, and not for long: integers "
                 "change, parameters move, or reloads do more than copy"
             )
             self._load(tensors.items(), partial=False)
             return
         plan, started = switch.plan, time.monotonic()
-        self._planning.num_verifications += 1
+        planning.num_verifications += 1
+        if planning.state is PlanState.VERIFIED:  # for other values of integers
+            planning.enter(PlanState.UNVERIFIED)
         try:
             mismatch = self._verifier.verify(switch, tensors)
         except UnverifiableError as error:
-            self._set_aside(str(error))
+            planning.pause(str(error))
             return
         if not mismatch:
+            planning.enter(PlanState.VERIFIED)
             self._loaded = switch.version
             _log_verified(plan, time.monotonic() - started)
         elif mismatch.keys() <= plan.reloaded.keys():
-            self._give_up(listed(sorted({*mismatch.values()}), "; "))
+            planning.give_up(listed(sorted({*mismatch.values()}), "; "))
         else:
-            self._plan_more(mismatch, plan)
+            self._plan_more(planning, mismatch, plan)
 
-    def _plan_more(self, mismatch: Mapping[str, str], plan: CopyPlan) -> None:
+    def _plan_more(self, planning: Planning, mismatch: Mapping[str, str], plan: CopyPlan) -> None:
         """Let the next plan make images (processed layers) of mismatched layers, or reload them."""
-        self._planning.drop_plan()
-        if self._packing is not None and self._planning.trace is not None:
-            derived = self._planning.derived | mismatch.keys()
-            packed = packed_layers(self._model, self._packing, self._planning.trace, derived)
+        planning.drop()
+        if self._packing is not None:
+            derived = planning.derived | mismatch.keys()
+            packed = packed_layers(self._model, self._packing, planning.trace, derived)
             if not packed.keys() - plan.reloaded.keys() <= plan.packed.keys():
-                self._planning.derived = derived
+                planning.derived = derived
                 return
-        self._planning.reloaded = {**mismatch, **plan.reloaded}
+        planning.reloaded = {**mismatch, **plan.reloaded}
 
     def load_checkpoint(self) -> None:
         self._forget()
@@ -482,12 +435,9 @@ class RankModel:
     def _forget(self) -> None:
         """Treat the weights as unknown, so that the next version is not patched onto them."""
         self._loaded = self._digest = None
-        self._drop_plan_of_replaced()
-        # A verification loads no other values for the tensors in ``verified_for``, so it is right
-        # only for the values that they had. The values may have changed: verify the plan again.
-        for planning in (self._planning, self._planning_before):
-            if planning is not None and planning.plan is not None and planning.plan.verified_for:
-                planning.plan.verified_for = None
+        for planning in self._plannings:
+            planning.drop_if_replaced()
+            planning.verify_again()
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
         if reloaded := switch.reloaded:
@@ -512,54 +462,24 @@ class RankModel:
         for name, tensor in tensors:
             yield name, tensor.clone() if name in self._rewritten else tensor
 
-    def _drop_plan_of_replaced(self) -> None:
-        """Drop the plan if other code has replaced or moved a module or tensor that it uses."""
-        if self._planning.plan is not None and (name := self._planning.plan.replaced()):
-            logger.warning(
-                "%s was replaced, or has moved in memory, since switches were planned: the next "
-                "switch is a reload, and switches are planned again",
-                name,
-            )
-            self._planning.derived, self._planning.reloaded = set(), {}
-            self._planning.drop_plan()
-
-    def _give_up(self, reason: str) -> None:
-        self._planning.drop_plan()
-        self._planning.num_skipped = _NEVER
-        logger.info("no fast path: switches go through the engine's reload: %s", reason)
-
-    def _set_aside(self, reason: str) -> None:
-        """Reload the next few versions without a plan, for instance because memory is short now."""
-        self._planning.drop_plan()
-        self._planning.num_verifications, self._planning.num_skipped = 0, _NUM_SKIPPED
-        logger.warning(
-            "no fast path for the next %d versions: switches go through the engine's reload: %s",
-            _NUM_SKIPPED,
-            reason,
-        )
-
     # Parts of a staged version
 
     def unread(self, staged: Staged) -> tuple[dict[str, str | None], dict[str, str]]:
-        return self.unused.unread(staged.layout, staged.id, self._trace_of(staged.layout))
+        return self.unused.unread(staged.layout, staged.id, self._planning_of(staged.layout).trace)
 
     def _switch_of(self, staged: Staged) -> PreparedSwitch | None:
         if self._state.must_reload or not isinstance(staged.prepared, PreparedSwitch):
             return None
         return staged.prepared
 
-    def _trace_of(self, layout: Layout) -> LoadTrace:
-        return next(trace for of, trace in self._traces if of is layout or of == layout)
+    def _planning_of(self, layout: Layout) -> Planning:
+        return next(p for p in self._plannings if p.layout is layout or p.layout == layout)
 
     def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> dict[str, T]:
         """Return a version's tensors to load, keyed by the names that passed the shape check."""
-        offered = self._trace_of(layout).offered
+        offered = self._planning_of(layout).trace.offered
         names = {**{name: name for name in stored}, **layout.aliases}
         return {name: stored[stored_as] for name, stored_as in names.items() if name in offered}
-
-
-def _without_draft(trace: LoadTrace) -> Mapping[str, TracedTensor]:
-    return {name: traced for name, traced in trace.tensors.items() if not is_of_draft(name)}
 
 
 def _log_verified(plan: CopyPlan, verified_s: float) -> None:

@@ -29,6 +29,7 @@ from dbuffer.engine.plan import prepared_switch
 from dbuffer.engine.plan.copy_plan import NotAloneError, Packing
 from dbuffer.engine.plan.load_trace import CopyOp, LoadTrace, View
 from dbuffer.engine.plan.prepared_switch import Changed, PreparedSwitch, digest_of_all
+from dbuffer.engine.planning import Planning, PlanState
 from dbuffer.engine.rank_model import RankModel
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import WeightsMismatchError
@@ -65,7 +66,8 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 def plan_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Messages of plans that were logged."""
-    return [each.getMessage() for each in caplog.records if each.name == RankModel.__module__]
+    names = {RankModel.__module__, Planning.__module__}
+    return [each.getMessage() for each in caplog.records if each.name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +280,7 @@ class Switched:
 
     @property
     def trace(self) -> LoadTrace:
-        return self.loads._trace_of(self.layout)
+        return self.loads._planning_of(self.layout).trace
 
     def trace_layout(self) -> None:
         """Trace the layout, as with its first version."""
@@ -1202,11 +1204,42 @@ def test_messages_of_ranks_are_no_weights(module):
     assert switched.switch_often(two_tensors) == PLANNED
 
 
-def test_another_layout_is_proven_anew():
-    switched = Switched(two_layers, two_tensors())
-    assert switched.switch_often(two_tensors)[-1]
+def switch_layout(switched: Switched, tensors: Tensors) -> bool:
+    switched.layout = Layout.of(specs_of(tensors))
     switched.trace_layout()
-    assert switched.switch_often(two_tensors) == PLANNED
+    return switched.switch(tensors)
+
+
+def test_another_layout_is_proven_anew():
+    """A version of it may have changed what copies of the first one leave alone."""
+
+    def tensors(num_rows: int = 6) -> Tensors:
+        return {"a.weight": random((num_rows, 4)), "b.weight": random()}
+
+    switched = Switched(lambda: Model(a=Layer(padded), b=Layer()), tensors())
+    assert switched.switch_often(tensors) == PLANNED
+    for _ in range(2):
+        for num_rows in (5, 6):
+            assert not switch_layout(switched, tensors(num_rows))
+            assert switched.switch(tensors(num_rows))
+    for num_rows in range(6, 0, -1):
+        switch_layout(switched, tensors(num_rows))
+    assert len(switched.loads._plannings) == 4
+    states = [planning.state for planning in switched.loads._plannings]
+    assert states == [PlanState.VERIFIED, *[PlanState.MISSING] * 3]
+
+
+def test_layouts_that_are_loaded_alike_keep_their_plans():
+    """As those with and without a draft."""
+
+    def tensors(dtype: torch.dtype) -> Tensors:
+        return {"a.weight": random(), "b.weight": random(dtype=dtype)}
+
+    dtypes = torch.float32, torch.bfloat16
+    switched = Switched(two_layers, tensors(dtypes[0]))
+    planned = [switch_layout(switched, tensors(dtype)) for dtype in dtypes * 3]
+    assert planned == [False, False, True, True, True, True]
+    assert switched.reloads == 4
 
 
 def move_memory(model: Model) -> None:

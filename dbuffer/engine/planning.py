@@ -1,0 +1,160 @@
+"""`Planning`: the plan of copies for versions of one layout, and its state.
+
+`PlanState` and `TRANSITIONS` describe the states.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dbuffer.engine.plan.copy_plan import CopyPlan
+from dbuffer.engine.plan.load_trace import LoadTrace
+from dbuffer.format.layout import Layout, is_of_draft
+
+logger = logging.getLogger(__name__)
+
+MAX_VERIFICATIONS = 4
+"""Number of verifications of a layout's plan, two reloads each, before planning pauses."""
+
+_NUM_SKIPPED = 16
+"""Number of versions of a layout to reload while planning pauses."""
+
+
+class PlanState(enum.Enum):
+    """State of a layout's plan. Unless it is `VERIFIED`, the engine's reload loads the version."""
+
+    MISSING = enum.auto()
+    """The next version makes a plan."""
+    UNVERIFIED = enum.auto()
+    """The next switch reloads the version, and compares the result with the plan's copies."""
+    VERIFIED = enum.auto()
+    """Switches copy."""
+    PAUSED = enum.auto()
+    """Planning failed for a reason that may pass. After some versions it starts again."""
+    GIVEN_UP = enum.auto()
+    """Copies cannot replace the reload of this layout."""
+
+
+TRANSITIONS = {
+    PlanState.MISSING: (PlanState.UNVERIFIED, PlanState.PAUSED, PlanState.GIVEN_UP),
+    PlanState.UNVERIFIED: (
+        PlanState.VERIFIED,
+        PlanState.MISSING,
+        PlanState.PAUSED,
+        PlanState.GIVEN_UP,
+    ),
+    PlanState.VERIFIED: (
+        PlanState.UNVERIFIED,
+        PlanState.MISSING,
+        PlanState.PAUSED,
+        PlanState.GIVEN_UP,
+    ),
+    PlanState.PAUSED: (PlanState.MISSING,),
+    PlanState.GIVEN_UP: (),
+}
+
+
+@dataclass(eq=False)
+class Planning:
+    """Trace and plan of one layout, and results of earlier plans.
+
+    The stager's thread makes plans. The worker's main thread verifies them, and drops them if other
+    code replaced a part of the model.
+    """
+
+    layout: Layout
+    trace: LoadTrace
+    plan: CopyPlan | None = None
+    """Plan of copies, or None if there is no plan now."""
+    derived: set[str] = field(default_factory=set)
+    """Layers that a reload changes after it has copied tensors into them."""
+    reloaded: Mapping[str, str] = field(default_factory=dict)
+    """Reasons why layers are left to the engine's reload, by layer."""
+    num_verifications: int = 0
+    """Number of verifications of plans since planning last paused."""
+    _num_skipped: int = 0
+    """Number of versions still to reload before a pause of planning ends."""
+    _state: PlanState = PlanState.MISSING
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def state(self) -> PlanState:
+        return self._state
+
+    def enter(self, state: PlanState, plan: CopyPlan | None = None) -> None:
+        """Enter a state; with `UNVERIFIED`, a new plan can be given. Other states drop the plan.
+
+        A switch that was prepared with a plan that is dropped or not verified is not applied.
+        """
+        with self._lock:
+            assert state in TRANSITIONS[self._state], (self._state, state)  # noqa: S101
+            if state is not PlanState.VERIFIED:
+                if self.plan is not None:
+                    self.plan.verified_for = None
+                is_planned = state is PlanState.UNVERIFIED
+                self.plan = (plan or self.plan) if is_planned else None
+            self._state = state
+
+    def drop(self) -> None:
+        """Drop the plan, if there is one; the next version makes a new one."""
+        with self._lock:
+            if self.plan is not None:
+                self.enter(PlanState.MISSING)
+
+    def drop_if_replaced(self) -> None:
+        """Drop the plan if other code has replaced or moved a module or tensor that it uses."""
+        plan = self.plan
+        if plan is not None and (name := plan.replaced()):
+            logger.warning(
+                "%s was replaced, or has moved in memory, since switches were planned: the next "
+                "switch is a reload, and switches are planned again",
+                name,
+            )
+            self.derived, self.reloaded = set(), {}
+            self.drop()
+
+    def verify_again(self) -> None:
+        """Verify the plan again, unless it was verified for all values of published tensors.
+
+        A verification loads no other values for the tensors in ``verified_for``, so it is right
+        only for the values that they had. The values may have changed.
+        """
+        with self._lock:
+            if self.plan is not None and self.plan.verified_for:
+                self.enter(PlanState.UNVERIFIED)
+
+    def give_up(self, reason: str) -> None:
+        self.enter(PlanState.GIVEN_UP)
+        logger.info("no fast path: switches go through the engine's reload: %s", reason)
+
+    def pause(self, reason: str) -> None:
+        """Reload the next few versions without a plan, for instance because memory is short now."""
+        self.num_verifications, self._num_skipped = 0, _NUM_SKIPPED
+        self.enter(PlanState.PAUSED)
+        logger.warning(
+            "no fast path for the next %d versions: switches go through the engine's reload: %s",
+            _NUM_SKIPPED,
+            reason,
+        )
+
+    def begin_version(self) -> None:
+        """Count a version that is prepared. Planning starts again after the last of a pause."""
+        if self._state is PlanState.PAUSED:
+            self._num_skipped -= 1
+            if not self._num_skipped:
+                self.enter(PlanState.MISSING)
+
+    def is_alike(self, trace: LoadTrace) -> bool:
+        """Whether versions of another layout are loaded alike, but for their drafts.
+
+        If not, loading them may change what copies leave alone.
+        """
+        ours, theirs = (
+            {name: traced for name, traced in of.tensors.items() if not is_of_draft(name)}
+            for of in (self.trace, trace)
+        )
+        return ours == theirs
