@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import msgspec
 import torch
 
 from dbuffer import errors
@@ -375,8 +375,21 @@ class ModelState:
             raise errors.EngineBusyError(ASLEEP)
 
 
-@dataclass(frozen=True, slots=True)
-class RankRequest:
+_Call = Literal[
+    "begin",
+    "reserve",
+    "update",
+    "acknowledge",
+    "attest",
+    "accept",
+    "check",
+    "forget",
+    "awake",
+    "end",
+]
+
+
+class RankRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Request to all ranks of an engine.
 
     * ``begin``: follow a store with the request's options, and no other store;
@@ -391,19 +404,7 @@ class RankRequest:
     * ``end``: stop following; the model keeps its weights.
     """
 
-    call: Literal[
-        "begin",
-        "reserve",
-        "update",
-        "acknowledge",
-        "attest",
-        "accept",
-        "check",
-        "forget",
-        "awake",
-        "end",
-    ]
-    _: KW_ONLY
+    call: _Call
     options: EngineOptions | None = None
     takes_over: bool = True
     """Whether to ``begin`` even if a rank follows another store, or with other options."""
@@ -414,46 +415,27 @@ class RankRequest:
     """Whether the request is for the engine's draft model, which follows a store of its own."""
 
     def as_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        return {name: values[name] for name in ("call", "of_draft", *_ARGUMENTS[self.call])}
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
 
     @classmethod
     def parse(cls, values: Any) -> Self:
         """Decode a request, or raise :class:`OptionError`."""
         try:
-            parsers = _ARGUMENTS[values["call"]]
-            if values.keys() != {"call", "of_draft", *parsers}:
-                raise KeyError(*values)
-            arguments = {name: parse(values[name]) for name, parse in parsers.items()}
-            of_draft = checks.flag("of_draft", values["of_draft"])
-            return cls(values["call"], of_draft=of_draft, **arguments)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise errors.OptionError(
-                f"{values!r:.300} is no request of this version of dbuffer ({error!r:.100}): use "
-                "the same version in the engine and in its follower"
-            ) from None
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise unknown_request(values, error) from None
 
 
-def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec, ...]:
-    """Make :class:`TensorSpec` objects, each from a name, a dtype (``"bfloat16"``) and a shape."""
-    return tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
+msgspec.json.Decoder(RankRequest)  # otherwise msgspec analyzes it at its first use, in any thread
 
 
-_ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "begin": {
-        "options": EngineOptions.parse,
-        "takes_over": partial(checks.flag, "takes_over"),
-    },
-    "reserve": {"update": UpdateRequest.parse},
-    "update": {"update": UpdateRequest.parse},
-    "acknowledge": {},
-    "attest": {},
-    "accept": {},
-    "check": {"tensors": specs_of, "allows_unused": partial(checks.flag, "allows_unused")},
-    "forget": {},
-    "awake": {},
-    "end": {},
-}
+def unknown_request(values: Any, problem: object = "") -> errors.OptionError:
+    return errors.OptionError(
+        f"{values!r:.300} is no request of this version of dbuffer ({problem}): use the same "
+        "version in the engine and in its follower"
+    )
+
 
 RankAnswer = errors.DBufferError | ReceiverRecord | None
 

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from dbuffer import errors
@@ -28,8 +29,9 @@ from dbuffer.engine.contract import (
     RankAnswer,
     RankRequest,
     as_answer,
+    unknown_request,
 )
-from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions
+from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.engine.rank_receiver import RankReceiver, by_rank
 from dbuffer.engine.shape_check import no_places
 from dbuffer.runtime.messages import described
@@ -130,20 +132,17 @@ class RankEndpoint:
         if request.of_draft:
             if self._draft is None:
                 raise errors.UnsupportedError(NO_STORE_YET)
-            return self._draft.do(replace(request, of_draft=False), make_rank)
-        match request.call:
-            case "begin":
-                assert request.options is not None  # noqa: S101 - parsed
-                self.begin(make_rank, request.options, takes_over=request.takes_over)
-            case "reserve":
-                assert request.update is not None  # noqa: S101 - parsed
-                self.following().reserve(request.update)
-            case "update":
-                assert request.update is not None  # noqa: S101 - parsed
+            return self._draft.do(msgspec.structs.replace(request, of_draft=False), make_rank)
+        match request:
+            case RankRequest(call="begin", options=EngineOptions() as options):
+                self.begin(make_rank, options, takes_over=request.takes_over)
+            case RankRequest(call="reserve", update=UpdateRequest() as update):
+                self.following().reserve(update)
+            case RankRequest(call="update", update=UpdateRequest() as update):
                 receiver = self.following()
-                receiver.update(request.update)
+                receiver.update(update)
                 return receiver.engine_record
-            case "acknowledge" | "attest" | "accept":
+            case RankRequest(call="acknowledge" | "attest" | "accept"):
                 receiver = self.following()
                 if request.call == "accept":
                     receiver.accept()
@@ -152,18 +151,20 @@ class RankEndpoint:
                 # The engine is generating, and must not wait for a disk.
                 threading.Thread(target=receiver.acknowledge, name="dbuffer-acknowledge").start()
                 return receiver.engine_record
-            case "check":
+            case RankRequest(call="check"):
                 rank = self._rank or make_rank()
                 unused = rank.make_check()(request.tensors).unused
                 if unused and not rank.is_pipeline_stage and not request.allows_unused:
                     raise errors.WeightsMismatchError(no_places(unused))
-            case "forget":
+            case RankRequest(call="forget"):
                 self.following()
                 self.note_foreign_load("a request to load it again")
-            case "awake":
+            case RankRequest(call="awake"):
                 self.state.require_awake()
-            case "end":
+            case RankRequest(call="end"):
                 self.end()
+            case _:
+                raise unknown_request(request)
         return None
 
     def begin(

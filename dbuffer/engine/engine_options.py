@@ -10,19 +10,23 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import isfinite
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
+
+from msgspec import Meta
 
 from dbuffer.errors import OptionError, VersionRegressedError
 from dbuffer.format.layout import digest
-from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, relation
-from dbuffer.format.manifest import (
-    ATTEMPT,
-    MAX_INTEGER,
-    Manifest,
-    is_multiple,
-    is_receiver_id,
-    is_run,
+from dbuffer.format.lineage import (
+    MAX_NUMBER,
+    Lineage,
+    Positive,
+    Relation,
+    Token,
+    VersionId,
+    describe_fork,
+    relation,
 )
+from dbuffer.format.manifest import Manifest, is_multiple
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.receive.follow_loop import Forked
 from dbuffer.receive.receiver import WeightReceiver
@@ -40,6 +44,18 @@ _CANARY_RULE = (
     "prompts are all texts, or all lists of token ids; or, as an argument of `follow`, a function "
     "that judges an engine"
 )
+_RUN_RULE = "16 hexadecimal digits, as dbuffer status shows them, with version or at_least"
+_WHEN_RULE = f'numbers from 1 to {MAX_NUMBER} by keys of the metadata, as {{"step": 100}}'
+
+Number = Annotated[Positive, Meta(description=f"a whole number from 1 to {MAX_NUMBER}")]
+_EngineId = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,117}\Z",
+        description="1 to 118 letters, digits, '.', '_' or '-'",
+    ),
+]
+"""Type of an engine's id: a receiver's id, with room for the suffix of :func:`rank_id`."""
 
 
 def rank_id(engine_id: str, rank: int) -> str:
@@ -62,16 +78,18 @@ class EngineOptions:
     draft_store: str | None = None
     """Directory of a store with the weights of the engine's draft model alone (speculative
     decoding), which the draft follows. The directory must not be ``store``."""
-    version: int | None = None
+    version: Number | None = None
     """Version to serve and stay on. Default: always the newest version."""
-    every: int = 1
+    every: Number = 1
     """Switch only to versions whose number is a multiple of this value."""
-    when: Mapping[str, int] | None = None
+    when: Annotated[Mapping[str, Positive], Meta(min_length=1, description=_WHEN_RULE)] | None = (
+        None
+    )
     """Switch only to versions whose metadata has, under each of these keys, a multiple of the given
     number. With ``{"step": 100}``, these are the versions of steps 100, 200, and so on."""
     until_done: bool = False
     """Keep each version until the program calls the follower's ``done()``."""
-    engine_id: str | None = None
+    engine_id: _EngineId | None = None
     """The engine's name among the store's receivers. Default: its own name or address."""
     staging: Literal["auto", "map", "copy", "device"] = "auto"
     """Place of a version that is ready to load: its mapped file, or a copy of it in main memory or
@@ -83,11 +101,11 @@ class EngineOptions:
     """
     verify: bool | Literal["auto"] = "auto"
     """Check every tensor against its published checksum. ``"auto"``: on network mounts."""
-    poll_interval_s: float = 0.5
+    poll_interval_s: checks.PositiveSeconds = 0.5
     """Seconds between two reads of the store's version pointer, if no file events arrive."""
-    timeout_s: float = 60.0
+    timeout_s: checks.PositiveSeconds = 60.0
     """Seconds that a switch waits until a rank has the version ready to load."""
-    num_threads: int | None = None
+    num_threads: Number | None = None
     """Number of threads that copy and verify tensors."""
     allow_shared_store: bool = False
     """Accept a store directory that another user owns or can write to."""
@@ -105,13 +123,13 @@ class EngineOptions:
     attest: bool | Literal["auto"] = "auto"
     """Compare the engine's weights with the published version after each switch. ``"auto"``: if the
     weights are on a GPU."""
-    canary: Mapping[str, Any] | Literal[True] | None = None
+    canary: Annotated[Mapping[str, Any] | bool | None, Meta(description=_CANARY_RULE)] = None
     """Acknowledge a version only after a test of the engine, its canary, accepts the version.
 
     With ``{"prompts": [...], "min_mean_logprob": -2.5}``, the canary compares the mean
     log-probability of the prompts' tokens with this minimum. With True, the program that calls
     ``follow`` passes the canary as a function."""
-    instance_id: str | None = None
+    instance_id: Annotated[str, Meta(min_length=1, description="a text, not empty")] | None = None
     """Id of this start of the engine, set by the follower. Default: the worker's id of the engine,
     which vLLM changes in some processes after the start."""
 
@@ -125,50 +143,20 @@ class EngineOptions:
                 _require(self, name, not is_file, "the path of a directory")
                 # A `Path` becomes a text: options are sent to other processes as JSON.
                 object.__setattr__(self, name, str(path))
+        checks.types_of_fields(self)
         is_other = self.draft_store != self.store
         _require(self, "draft_store", is_other, "another directory than the store's")
+        is_judged = self.canary is None or self.canary is True or _is_prompt_canary(self.canary)
+        _require(self, "canary", is_judged, _CANARY_RULE)
         if self.version is not None:
-            checks.whole_number("version", self.version, at_most=MAX_INTEGER)
             rule = "the option without local_store, which has only the newest version"
             _require(self, "version", self.local_store is None, rule)
-        checks.whole_number("every", self.every, at_most=MAX_INTEGER)
-        checks.flag("until_done", self.until_done)
-        if self.when is not None:
-            is_mapping = isinstance(self.when, Mapping) and len(self.when) > 0
-            is_named = is_mapping and all(isinstance(key, str) for key in self.when)
-            rule = 'numbers by keys of the metadata, as {"step": 100}'
-            _require(self, "when", is_named, rule)
-            for divisor in self.when.values():
-                is_right = type(divisor) is int and 1 <= divisor <= MAX_INTEGER
-                _require(self, "when", is_right, f"{rule}; each number is from 1 to {MAX_INTEGER}")
-        is_newest, stays = self.version is None, "with version: the engine stays on that version"
-        _require(self, "every", is_newest or self.every == 1, f"1 {stays}")
-        _require(self, "when", is_newest or self.when is None, f"None {stays}")
-        _require(self, "until_done", is_newest or not self.until_done, f"false {stays}")
-        if self.engine_id is not None:
-            is_name = isinstance(self.engine_id, str) and is_receiver_id(
-                rank_id(self.engine_id, 1000)
-            )
-            rule = "1 to 118 letters, digits, '.', '_' or '-'"
-            _require(self, "engine_id", is_name, rule)
-        checks.choice("staging", self.staging, ("auto", "map", "copy", "device"))
-        checks.choice("verify", self.verify, (True, False, "auto"))
-        checks.positive_seconds("poll_interval_s", self.poll_interval_s)
-        checks.positive_seconds("timeout_s", self.timeout_s)
-        if self.num_threads is not None:
-            checks.whole_number("num_threads", self.num_threads)
-        checks.flag("allow_shared_store", self.allow_shared_store)
-        checks.flag("allow_stale_kv", self.allow_stale_kv)
-        checks.choice("unused_tensors", self.unused_tensors, ("refuse", "warn"))
-        checks.choice("forked", self.forked, ("follow", "refuse"))
-        checks.flag("plan", self.plan)
-        checks.flag("images", self.images)
-        checks.choice("attest", self.attest, (True, False, "auto"))
-        if self.canary is not None and self.canary is not True:
-            _require(self, "canary", _is_prompt_canary(self.canary), _CANARY_RULE)
-        _require(self, "canary", is_newest or self.canary is None, f"None {stays}")
-        is_text = isinstance(self.instance_id, str | None) and self.instance_id != ""
-        _require(self, "instance_id", is_text, "a text, not empty")
+            for name, default in (
+                *(("every", 1), ("when", None)),
+                *(("until_done", False), ("canary", None)),
+            ):
+                rule = f"{default} with version: the engine stays on that version"
+                _require(self, name, getattr(self, name) == default, rule)
 
     @property
     def record_token(self) -> str:
@@ -292,32 +280,23 @@ class EngineOptions:
 class UpdateRequest:
     """Request to switch to a version. Without a number: to the store's newest version."""
 
-    version: int | None = None
-    at_least: int | None = None
+    version: Number | None = None
+    at_least: Number | None = None
     """Number of the oldest version to switch to. If all ranks have a later version ready, the
     engine switches to the later version."""
-    run: str | None = None
+    run: Annotated[Token, Meta(description=_RUN_RULE)] | None = None
     """Run (start of a sender) of the version. Default: the run of the version with this number that
     led to the store's newest version."""
     update_kind: Literal["dense", "sparse_flat"] = "dense"
     """Kind of the update in vLLM's terms. The value has no effect."""
-    attempt: str | None = None
+    attempt: Annotated[Token, Meta(description="16 hexadecimal digits")] | None = None
     """Id of a follower's attempt, which the engine's record then names."""
 
     def __post_init__(self) -> None:
-        for name in ("version", "at_least"):
-            if (value := getattr(self, name)) is not None:
-                checks.whole_number(name, value, at_most=MAX_INTEGER)
+        checks.types_of_fields(self)
         is_number_alone = None in (self.version, self.at_least)
         _require(self, "at_least", is_number_alone, "either version or at_least, not both")
-        if self.run is not None:
-            has_number = self.version is not None or self.at_least is not None
-            rule = "16 hexadecimal digits, as dbuffer status shows them, with version or at_least"
-            _require(self, "run", is_run(self.run) and has_number, rule)
-        if self.attempt is not None:
-            is_attempt = isinstance(self.attempt, str) and ATTEMPT.fullmatch(self.attempt)
-            _require(self, "attempt", bool(is_attempt), "16 hexadecimal digits")
-        checks.choice("update_kind", self.update_kind, ("dense", "sparse_flat"))
+        _require(self, "run", self.run is None or self.goal is not None, _RUN_RULE)
 
     @property
     def goal(self) -> int | VersionId | None:

@@ -29,6 +29,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from dbuffer import errors
 from dbuffer.engine.contract import (
     Engine,
@@ -39,12 +41,12 @@ from dbuffer.engine.contract import (
     WeightLabel,
     describe_weights,
     served_by,
-    specs_of,
     worst_of,
 )
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.engine.reporting import FollowerReport, Switch
 from dbuffer.engine.store_view import StoreView, engine_id_of
+from dbuffer.format.layout import TensorSpec
 from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.runtime import options as checks
@@ -721,12 +723,12 @@ class Follower(Closing):
 
         return TranslatedErrors(translate)
 
-    def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
+    def mismatches(self, tensors: Sequence[TensorSpec]) -> list[str]:
         """Check name, dtype and shape of tensors; return the message of each rank that refuses."""
         with self._translating("check the tensors"):
             may_warn = self._options_for(self._engine.facts()).unused_tensors == "warn"
             answers = self._engine.call(
-                RankRequest("check", tensors=specs_of(tensors), allows_unused=may_warn)
+                RankRequest("check", tensors=(*tensors,), allows_unused=may_warn)
             )
             worst = worst_of(answers)
         if worst is not None and not isinstance(worst, errors.WeightsMismatchError):
@@ -843,7 +845,7 @@ class _DraftOf(Engine):
         return replace(facts, replica=f"{facts.replica}.draft")
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
-        return self._engine.call(replace(request, of_draft=True))
+        return self._engine.call(msgspec.structs.replace(request, of_draft=True))
 
     def require_alive(self) -> None:
         self._engine.require_alive()

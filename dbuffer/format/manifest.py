@@ -22,7 +22,6 @@ from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.lineage import (
     MAX_NUMBER,
     MAX_RUNS,
-    RUN,
     Count,
     Lineage,
     Positive,
@@ -61,8 +60,6 @@ acknowledgement writes the record again, and a waiting sender reads the records 
 
 MAX_INTEGER = MAX_NUMBER
 
-ATTEMPT = RUN
-"""Pattern of the id of one attempt of an engine to switch to a version."""
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _MIRROR_ID = re.compile(r"mirror-.*-[0-9a-f]{16}")
 
@@ -441,10 +438,6 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 def is_receiver_id(text: str) -> bool:
     """Whether ``text`` is a valid receiver id, which is part of a file name."""
     return _RECEIVER_ID.fullmatch(text) is not None
-
-
-def is_run(text: object) -> bool:
-    return isinstance(text, str) and RUN.fullmatch(text) is not None
 
 
 def host_in_id() -> str:

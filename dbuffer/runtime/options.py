@@ -6,14 +6,17 @@ true.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
 import threading
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import SplitResult, urlsplit
+
+import msgspec
 
 from dbuffer.errors import OptionError
 
@@ -26,6 +29,43 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _BUCKETS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "https", "memory")
 
 T = TypeVar("T")
+
+PositiveSeconds = Annotated[
+    float,
+    msgspec.Meta(gt=0, le=MAX_SECONDS, description=f"seconds above 0, at most {MAX_SECONDS:.0f}"),
+]
+"""Type of an option for :func:`types_of_fields`."""
+
+
+def types_of_fields(options: Any) -> None:
+    """Convert the fields of a frozen dataclass to their annotated types. Refuse other values.
+
+    ``Meta(description=...)`` describes the valid values of an ``Annotated`` type.
+    """
+    kind: Any = type(options)
+    for name, annotation in _types_in(kind).items():
+        value = getattr(options, name)
+        try:
+            object.__setattr__(options, name, msgspec.convert(value, annotation))
+        except msgspec.ValidationError:
+            refuse(name, value, _rule(annotation))
+
+
+@functools.cache
+def _types_in(kind: type) -> dict[str, Any]:
+    msgspec.json.Decoder(kind)  # otherwise msgspec analyzes a type at its first use, in any thread
+    return get_type_hints(kind, include_extras=True)
+
+
+def _rule(annotation: Any) -> str:
+    for meta in getattr(annotation, "__metadata__", ()):
+        if meta.description is not None:
+            return str(meta.description)
+    if annotation is bool:
+        return "True or False"
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(repr, get_args(annotation)))
+    return " or ".join(_rule(kind) for kind in get_args(annotation) if kind is not type(None))
 
 
 def positive_seconds(name: str, value: Any) -> float:

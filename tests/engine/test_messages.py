@@ -62,15 +62,11 @@ def test_requests_survive_json(request_):
         [],
         "begin",
         {},
-        {"call": "begin"},
-        {"call": "end"},
         {"call": "end", "of_draft": None},
-        {"call": "begin", "of_draft": False, "options": None, "takes_over": False},
         {"call": "begin", "of_draft": False, "options": {"store": "/s"}, "takes_over": "false"},
         {"call": "end", "of_draft": False, "more": 1},
         {"call": "another"},
         {"call": ["end"]},
-        {"call": "update", "of_draft": False, "update": None},
         {"call": "update", "of_draft": False, "update": {"at_least": 0}},
         {"call": "begin", "of_draft": False, "options": {}, "takes_over": False},
     ],
@@ -79,6 +75,13 @@ def test_requests_survive_json(request_):
 def test_what_is_no_request_is_refused(values):
     with pytest.raises(dbuffer.OptionError):
         RankRequest.parse(values)
+
+
+@pytest.mark.parametrize("call", ["begin", "reserve", "update"])
+def test_a_request_without_its_argument_is_refused_and_changes_nothing(rank, call):
+    answer = rank.ask(RankRequest.parse({"call": call}))
+    assert isinstance(answer, dbuffer.OptionError)
+    assert rank.endpoint.receiver is None
 
 
 ERRORS = [

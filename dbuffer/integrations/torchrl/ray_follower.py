@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from dbuffer.engine.contract import Engine
@@ -24,6 +24,7 @@ from dbuffer.errors import (
     UnsupportedError,
     WaitTimeoutError,
 )
+from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 
 _ASK_AGAIN_S = 0.02
@@ -72,7 +73,7 @@ class RayFollower:
     def apply_once(self, store: str) -> None:
         self._call(Follower.apply_once, store)
 
-    def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
+    def mismatches(self, tensors: Sequence[TensorSpec]) -> list[str]:
         return self._call(Follower.mismatches, tensors)
 
     def stop_workers(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dbuffer.errors import OptionError, WeightsMismatchError
+from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.torchrl.base import Strategy
 from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferSyncScheme,
@@ -144,7 +145,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
         """Raise a `WeightsMismatchError` if tensors with this metadata do not fit the engine."""
         tensors = [
-            (name, DTYPE_NAMES.get(dtype, str(dtype)), list(shape))
+            TensorSpec(name, DTYPE_NAMES.get(dtype, str(dtype)), tuple(shape))
             for name, (dtype, shape) in model_metadata.items()
         ]
         with self._open():

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.errors import EngineUpdateError, OptionError, UnsupportedError, VersionError
-from dbuffer.format.lineage import VersionId
+from dbuffer.format.lineage import Count, VersionId
 from dbuffer.integrations.vllm.config import options_of, require_droppable
 from dbuffer.integrations.vllm.rank import WorkerRank, raising_once
 from dbuffer.integrations.vllm.sparse_patches import (
@@ -35,6 +36,7 @@ from dbuffer.runtime import options as checks
 _MAX_INDEX = torch.iinfo(torch.int32).max
 
 
+_COUNTS = "the number of patches of each tensor"
 _ARGUMENTS = ("config", "vllm_config", "device", "model")
 
 
@@ -46,8 +48,8 @@ class DBufferUpdateInfo(UpdateRequest):
     patched elements in each tensor. Both fields are checked as in vLLM, but not used.
     """
 
-    names: list[str] | None = None
-    num_updates_list: list[int] | None = None
+    names: Annotated[list[str], Meta(description="the names of tensors")] | None = None
+    num_updates_list: Annotated[list[Count], Meta(min_length=1, description=_COUNTS)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,15 +58,10 @@ class DBufferUpdateInfo(UpdateRequest):
             for name, value in (("names", names), ("num_updates_list", counts)):
                 if value is not None:
                     checks.refuse(name, value, "it with update_kind='sparse_flat' only")
-            return
-        if counts is None or not _is_list_of(int, counts) or min(counts, default=-1) < 0:
-            checks.refuse("num_updates_list", counts, "the number of patches of each tensor")
-        if names is not None and not (_is_list_of(str, names) and len(names) == len(counts)):
+        elif counts is None:
+            checks.refuse("num_updates_list", counts, _COUNTS)
+        elif names is not None and len(names) != len(counts):
             checks.refuse("names", names, f"the names of {len(counts)} tensors")
-
-
-def _is_list_of(kind: type, values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
 class CallbackEngine:
