@@ -20,9 +20,9 @@ from dbuffer.integrations.atropos.mapping import (
     ParameterMapping,
     get_name_conversions,
     mapping_path,
+    notify,
     wait_for_mapping,
 )
-from dbuffer.integrations.atropos.server import notify
 from dbuffer.integrations.default_store import default_store
 from dbuffer.integrations.vllm.vllm_engine import VllmServer
 from dbuffer.publish.sender import WeightSender

@@ -19,10 +19,15 @@ from typing import Any
 
 import torch
 
-from dbuffer.errors import NotReadyError, OptionError
+from dbuffer.errors import (
+    DBufferError,
+    EngineUnreachableError,
+    InvalidWeightsError,
+    NotReadyError,
+    OptionError,
+    UnsupportedError,
+)
 from dbuffer.integrations.atropos.config import BridgeConfig
-from dbuffer.integrations.atropos.rotary import permute_for_rotary
-from dbuffer.integrations.atropos.server import is_stock
 from dbuffer.integrations.vllm.vllm_engine import VllmServer
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
@@ -35,6 +40,7 @@ MAPPING_FILE = "vllm_bridge_config.json"
 PATH_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"
 
 _RETRY_S = 0.1
+_PROBE_S = 2.0
 _QUERY = re.compile(r"(?:^|\.)(?:wq|q_proj)\.")
 _KEY = re.compile(r"(?:^|\.)(?:wk|k_proj)\.")
 _CHANGES_NOTHING: dict[str, Any] = {"param_mappings": {}}
@@ -64,7 +70,7 @@ class ParameterMapping:
     """Names that the servers use for a trainer's tensors, and which tensors to permute.
 
     ``content`` is the decoded JSON of the mapping file at ``path``. Permuted tensors get the rotary
-    layout with halves (see module `rotary`).
+    layout with halves.
     """
 
     def __init__(self, path: Path, content: Any = _CHANGES_NOTHING) -> None:
@@ -163,3 +169,65 @@ def _heads_of(name: str, num_heads: int, num_kv_heads: int) -> int:
         f"needs_permute is set for {name!r}, but only projections of queries and keys (q_proj, "
         "k_proj, wq, wk) have rotary layouts"
     )
+
+
+def permute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """Return a projection with its rotary pairs converted from interleaved to halves, as a new one.
+
+    A rotary position embedding rotates pairs of a head's d elements. In Meta's checkpoints and
+    GPT-J, pair i has the elements 2i and 2i+1 (interleaved). In Hugging Face's and GPT-NeoX, it
+    has the elements i and i + d/2 (halves). Attention scores stay the same if the rows of both
+    projections, of queries and keys, are converted.
+
+    Args:
+        w: weight ``[n_heads * head_dim, in_features]`` or bias ``[n_heads * head_dim]`` of a query
+            or key projection.
+        n_heads: number of heads in the projection. Keys can have fewer heads than queries.
+    """
+    if n_heads < 1 or not w.ndim or not w.shape[0] or w.shape[0] % (2 * n_heads):
+        raise InvalidWeightsError(
+            f"the rows of a tensor of shape {list(w.shape)} cannot be split into {n_heads} heads "
+            "with an even number of rows each: pass the number of heads of this projection"
+        )
+    pairs = w.reshape(n_heads, -1, 2, *w.shape[1:])
+    return pairs.transpose(1, 2).reshape(w.shape)
+
+
+def permute_for_rotary_1d(w: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """Call :func:`permute_for_rotary`, which also converts biases. Atropos has both names."""
+    return permute_for_rotary(w, n_heads)
+
+
+# Calls to the single server of local mode. A server with Atropos' routes is notified of each
+# version; a stock vLLM server follows the store with the middleware `FollowStore`.
+
+
+def notify(server: VllmServer, notification: dict[str, Any], timeout_s: float) -> None:
+    """Call a server's Atropos route, if any. Retry up to ``timeout_s`` until the server answers."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            _has_route(server, "POST", "/bridge/notify_update", json=notification)
+        except EngineUnreachableError:
+            if time.monotonic() + _RETRY_S > deadline:
+                raise
+        else:
+            return
+        time.sleep(_RETRY_S)
+
+
+def is_stock(server: VllmServer) -> bool:
+    """Whether a server answers, has vLLM's routes, and does not have Atropos' routes."""
+    try:
+        has_version = _has_route(server, "GET", "/version", timeout=_PROBE_S)
+        return has_version and not _has_route(server, "GET", "/bridge/info", timeout=_PROBE_S)
+    except DBufferError:
+        return False
+
+
+def _has_route(server: VllmServer, method: str, path: str, **options: Any) -> bool:
+    try:
+        server.request(method, path, **options)
+    except UnsupportedError:
+        return False
+    return True

@@ -2,8 +2,7 @@
 
 mbridge exports a model under Hugging Face's names: it gathers, joins and cuts parameters, tensor by
 tensor. The first publish traces the export (module `tracing`), to find each rank's parts of the
-exported tensors (module `parts`). The parts are views of the rank's parameters, so that a publish
-gathers nothing.
+exported tensors. The parts are views of the rank's parameters, so that a publish gathers nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.errors import InvalidWeightsError, UnsupportedError
-from dbuffer.integrations.megatron.parts import Part
-from dbuffer.integrations.megatron.tracing import Tracer, tensors_of
+from dbuffer.integrations.megatron.tracing import Part, Tracer, tensors_of
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.conversion import Shapes, shapes_of
 from dbuffer.weights.lazy_tensor import LazyTensor

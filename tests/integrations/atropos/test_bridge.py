@@ -29,9 +29,9 @@ from dbuffer.integrations.atropos import (
     BridgeConfig,
     VLLMWeightBridge,
     create_bridge_from_training_config,
+    mapping,
     permute_for_rotary,
 )
-from dbuffer.integrations.atropos import server as bridge_server
 from dbuffer.integrations.atropos.mapping import (
     MAPPING_FILE,
     PATH_VARIABLE,
@@ -54,7 +54,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bridge_server, "_PROBE_S", TIMEOUT_S)
+    monkeypatch.setattr(mapping, "_PROBE_S", TIMEOUT_S)
 
 
 class Follower:

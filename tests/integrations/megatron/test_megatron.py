@@ -201,7 +201,7 @@ def test_an_export_that_is_not_made_of_parts_is_refused(world, tmp_path, shm_pat
 
 def send_refused(rank: int, checkpoint: Path, store: Path) -> list[str]:
     from dbuffer.integrations.megatron import MegatronWeights
-    from dbuffer.integrations.megatron.parts import Cut
+    from dbuffer.integrations.megatron.tracing import Cut
     from tests.support.megatron_parts import load_models, start_megatron
 
     start_megatron(tensor=2, pipeline=2)
