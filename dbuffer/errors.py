@@ -153,13 +153,6 @@ class RankFailedError(DBufferError, RuntimeError):
     """
 
 
-class RankTimeoutError(RankFailedError, TimeoutError):
-    """A rank did not reach, in time, a step that all ranks take together.
-
-    The message names the missing ranks and the step, and says how long the other ranks waited.
-    """
-
-
 class ClosedError(DBufferError, ValueError):
     """A sender, receiver or mirror was used after ``close()``, or in a forked child.
 

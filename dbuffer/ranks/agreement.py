@@ -22,13 +22,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dbuffer import errors
-from dbuffer.errors import (
-    ClosedError,
-    DBufferError,
-    OptionError,
-    RankFailedError,
-    RankTimeoutError,
-)
+from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedError
 from dbuffer.io.tensors import as_bytes
 from dbuffer.ranks.world import Step, World
 from dbuffer.runtime.messages import described, first_line, listed
@@ -79,7 +73,7 @@ class Agreement(World):
 
     Raises:
         OptionError: torch.distributed was not initialized, or this rank is not in the group.
-        RankTimeoutError, RankFailedError: a rank did not join, or they cannot connect.
+        RankFailedError: a rank did not join, or they cannot connect.
     """
 
     def __init__(self, group: distributed.ProcessGroup | None, *, timeout_s: float) -> None:
@@ -294,8 +288,8 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
     Each meeting needs a new ``store``, because the keys of a meeting stay in it.
 
     Raises:
-        RankTimeoutError: some ranks did not come in time. The message names them.
-        RankFailedError: torch's store does not answer. The process of the store has probably ended.
+        RankFailedError: some ranks did not come in time, and the message names them. Or torch's
+            store does not answer, because its process has probably ended.
     """
     where, timeout = place_of(store), datetime.timedelta(seconds=timeout_s)
     try:
@@ -317,7 +311,7 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
         store.delete_key(f"{_HERE} {rank}")
         missing = never or away
         reason = "did not come" if never else "came, but did not wait that long"
-        raise RankTimeoutError(
+        raise RankFailedError(
             f"rank {rank} of {size} waited {timeout_s:g} s at {where} for "
             f"{'rank' if len(missing) == 1 else 'ranks'} {listed(missing)}, which {reason}; "
             "check that each of them runs, makes the same calls, and has the same address and "

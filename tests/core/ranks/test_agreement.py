@@ -233,13 +233,13 @@ def test_those_who_do_not_come_are_named(tmp_path):
             for rank, store in zip((0, 3), stores, strict=True)
         )
         for waiting in (early, late):
-            with pytest.raises(dbuffer.RankTimeoutError, match="for ranks 1, 2, which did not"):
+            with pytest.raises(dbuffer.RankFailedError, match="for ranks 1, 2, which did not"):
                 waiting.result()
     store = distributed.HashStore()
     for rank, other in ((0, "rank 1, which did not come"), (1, "rank 0, which came, but")):
-        with pytest.raises(dbuffer.RankTimeoutError, match=other):
+        with pytest.raises(dbuffer.RankFailedError, match=other):
             meet(store, rank, 2, timeout_s=0.01)
-    with pytest.raises(dbuffer.RankTimeoutError, match="1, 2, 3, 4, 5, 6, 7, 8 and 91 "):
+    with pytest.raises(dbuffer.RankFailedError, match="1, 2, 3, 4, 5, 6, 7, 8 and 91 "):
         meet(distributed.HashStore(), 0, 100, timeout_s=0.01)
 
 
@@ -248,9 +248,8 @@ def test_store_that_is_gone_is_no_rank_that_is_late():
     server = distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     client = distributed.TCPStore("127.0.0.1", port, is_master=False)
     del server
-    with pytest.raises(dbuffer.RankFailedError, match=str(port)) as gone:
+    with pytest.raises(dbuffer.RankFailedError, match=f"{port}, which does not answer"):
         meet(client, 0, 2, timeout_s=SOON_S)
-    assert not isinstance(gone.value, dbuffer.RankTimeoutError)
 
 
 # Who meets so
@@ -258,7 +257,7 @@ def test_store_that_is_gone_is_no_rank_that_is_late():
 
 def make_sender_on_rank_0(rank: int, store: Path) -> str:
     if rank == 0:
-        with pytest.raises(dbuffer.RankTimeoutError) as caught:
+        with pytest.raises(dbuffer.RankFailedError) as caught:
             dbuffer.ShardedWeightSender(store, rank_timeout_s=SOON_S, reader_timeout_s=0.0)
         message = str(caught.value)
     distributed.barrier()
