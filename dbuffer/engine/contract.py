@@ -59,8 +59,9 @@ class WeightLabel:
     """Metadata of the version, such as the trainer's ``step``."""
     newest_run: str | None = None
     """Run (start of the sender) of the version that the engine prepares, if it is not ``run``."""
-    is_attested: bool = False
-    """Whether the engine's weights were compared with the published version, and were equal."""
+    attested_at: float | None = None
+    """Time at which the engine's weights had been compared with the published version and were
+    equal, in seconds since the epoch. None before this time."""
 
     @classmethod
     def of(
@@ -69,14 +70,14 @@ class WeightLabel:
         metadata: Mapping[str, Any],
         newest: int | VersionId | None = None,
         *,
-        is_attested: bool = False,
+        attested_at: float | None = None,
     ) -> Self:
         """Make the label of an engine that serves ``version``. The store's newest is ``newest``."""
         if version is None:
             return cls()
         run, number = version.id
         newest_run = newest.run if isinstance(newest, VersionId) and newest.run != run else None
-        return cls(str(number), run, metadata, newest_run, is_attested)
+        return cls(str(number), run, metadata, newest_run, attested_at)
 
     @property
     def number(self) -> int | None:
@@ -90,7 +91,8 @@ class WeightLabel:
             "run": self.run,
             "metadata": self.metadata,
             "newest_run": self.newest_run,
-            "attested": self.is_attested,
+            "attested": self.attested_at is not None,
+            "attested_at": self.attested_at,
         }
         return {name: value for name, value in values.items() if value}
 
@@ -106,7 +108,7 @@ class WeightLabel:
         version, _, further = text.partition(" ")
         try:
             values = json.loads(further) if further else {}
-            values["is_attested"] = values.pop("attested", False)
+            values.pop("attested", None)  # the time says it, too
             return cls(version, **values)
         except (ValueError, TypeError, AttributeError):
             return cls(text)

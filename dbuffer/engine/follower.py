@@ -707,9 +707,9 @@ class Follower(Closing):
         if self._applied is None or self._engine.is_idle():
             return
         with contextlib.suppress(errors.EngineUnreachableError):  # the event loop is stopping
-            is_attested = self._record is not None and self._record.attested_at is not None
+            attested_at = None if self._record is None else self._record.attested_at
             label = WeightLabel.of(
-                self._applied, self.applied_metadata, goal, is_attested=is_attested
+                self._applied, self.applied_metadata, goal, attested_at=attested_at
             )
             self._label(label)
 

@@ -147,6 +147,7 @@ def receiver_status(
         "device_bytes": record.staged and record.stats.get("device_bytes"),
         "memory_bytes": record.staged and record.stats.get("memory_bytes"),
         "is_attested": record.attested_at is not None,
+        "attested_age_s": record.attested_at and max(0.0, time.time() - record.attested_at),
         "only_version": record.only_version,
         "every": record.every,
         "when": record.when,

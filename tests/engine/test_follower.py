@@ -335,7 +335,7 @@ def test_follower_learns_what_the_ranks_found_of_their_weights(scene, differing)
     engine, labels = scene.engine, []
 
     def note(label: WeightLabel) -> None:
-        labels.append((label.version, label.is_attested))
+        labels.append((label.version, label.attested_at is not None))
         FakeEngine.set_weight_version(engine, label)
 
     with scene.serving(attest=True) as follower:

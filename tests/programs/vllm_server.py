@@ -366,6 +366,11 @@ class Inside:
 
     def answer_for_its_weights(self, server: Server, older: int) -> None:
         until("the weights are compared", lambda: self.verify(server) == (0, [True]), WAIT_S)
+        response = server.client.post("/v1/completions", json=question(5))
+        assert response.headers["x-weight-verified"] == "true"
+        [replica] = server.client.get("/ready").json()["replicas"]
+        records = DoubleBuffer(self.store).receivers()
+        assert replica["attested_at"] in {record.attested_at for record in records}
         assert self.verify(server, "--version", str(older)) == (EXIT_TIMEOUT, [True])
 
     def verify(self, server: Server, *options: str) -> tuple[int, list[bool]]:
@@ -499,8 +504,10 @@ class Outside:
         num_ranks = 2 if is_soak() else 1
         self.server = self.start("extension", "--worker-extension-cls", EXTENSION, tp=num_ranks)
         self.server.wait_ready()
+        fresh = self.check_weights(action="checksum")["checksums"]
         self.follower = self.follow(self.gate.url, pause="wait")
         self.follow_at_full_speed()
+        self.have_the_weights_of_a_fresh_engine(fresh)
         self.kill_follower_at("update")
         self.restart_server()
         self.kill_follower_at("update", is_lost=True)  # before ranks are asked to load
@@ -587,6 +594,19 @@ class Outside:
         served = self.follower.versions()
         assert served == sorted(set(served))
         assert served[-1] == last
+
+    def check_weights(self, **asked: Any) -> Any:
+        return self.server.client.post("/weight_checker", json=asked).json()
+
+    def have_the_weights_of_a_fresh_engine(self, fresh: dict[str, str]) -> None:
+        """By vLLM's digests, after a switch to the weights of the server's checkpoint."""
+        assert not self.check_weights(action="compare", baseline=fresh)["match"]
+        with dbuffer.WeightSender(self.store) as sender:
+            sender.send(revealing_weights(EXPORTED))
+            sender.wait_applied(newest_version(self.store), timeout_s=WAIT_S)
+        assert self.server.answer() == tokens_of(EXPORTED)
+        found = self.check_weights(action="compare", baseline=fresh)
+        assert found == {"match": True, "mismatches": []}
 
     def ask_unless_paused(self, number: int) -> list[int] | None:
         try:

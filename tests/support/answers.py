@@ -42,4 +42,5 @@ def weights_of(version: VersionId, *, is_attested: bool) -> dict[str, Any]:
     """Return the weights of a replica that serves a version."""
     from dbuffer.engine.contract import WeightLabel
 
-    return WeightLabel(str(version.number), version.run, is_attested=is_attested).as_json()
+    attested_at = 1e9 if is_attested else None
+    return WeightLabel(str(version.number), version.run, attested_at=attested_at).as_json()

@@ -63,7 +63,7 @@ _UNTIL_THE_INPUT_ENDS = "with streamed input: the switch is made when the input 
 class _CoreState:
     label: str | None = None
     label_of_outputs: str | None = None
-    """Encoded label for outputs, without the fields that can change while the weights stay."""
+    """Encoded label for outputs, without the store's newest run."""
     is_followed: bool = False
     is_void: bool = False
     """Whether vLLM wrote weights after the last call of a follower to the workers."""
@@ -92,7 +92,7 @@ def label_cores(core: Any) -> None:
             label = WeightLabel()
         set_version(core, label.version)
         state.label = label.encode()
-        state.label_of_outputs = replace(label, newest_run=None, is_attested=False).encode()
+        state.label_of_outputs = replace(label, newest_run=None).encode()
 
     def get_label(core: Any) -> str:
         return str(_state_of(core).label or core.get_weight_version())
@@ -161,15 +161,29 @@ def tell_labels(request_state: Any) -> None:
         if state.weight_version_starts:
             encoded = of_adapter.encode() if of_adapter else state.weight_version_starts[0][0]
             setattr(output, ADMITTED, encoded)
-        for span in output.weight_versions or ():
-            label = of_adapter or WeightLabel.decode(span.version)
-            span.version = label.version
-            span.run, span.metadata = label.run, label.metadata
+        if output.weight_versions:
+            output.weight_versions = _decoded(output.weight_versions, of_adapter)
         return output
 
     setattr(make_labeled_output, ADMITTED, True)
     request_state.__init__ = make_named_state
     request_state._new_completion_output = make_labeled_output  # noqa: SLF001
+
+
+def _decoded(spans: list[Any], of_adapter: WeightLabel | None) -> list[Any]:
+    """Decode the labels in the spans of an output, and join spans of one version.
+
+    vLLM begins a span when the label changes: also when a version's weights were attested.
+    """
+    joined: list[Any] = []
+    for span in spans:
+        label = of_adapter or WeightLabel.decode(span.version)
+        span.version, span.run, span.metadata = label.version, label.run, label.metadata
+        if joined and (joined[-1].version, joined[-1].run) == (span.version, span.run):
+            joined[-1].end = span.end
+        else:
+            joined.append(span)
+    return joined
 
 
 @dataclass(slots=True)

@@ -227,6 +227,8 @@ def error_answer(
 def headers_of(label: WeightLabel) -> dict[str, str]:
     """Return the response headers that name the weight version of a label."""
     values = {"x-weight-version": label.version, "x-weight-run": label.run}
+    if label.number is not None:
+        values["x-weight-verified"] = "false" if label.attested_at is None else "true"
     metadata = json.dumps(label.metadata) if label.metadata else ""
     if len(metadata) <= _MAX_HEADER_CHARS:
         values["x-weight-metadata"] = metadata

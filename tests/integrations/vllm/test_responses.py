@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +18,12 @@ import dbuffer
 from dbuffer.engine.contract import UNKNOWN_VERSION, WeightLabel
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.integrations.vllm import requests, responses
-from dbuffer.integrations.vllm.core import label_cores
+from dbuffer.integrations.vllm.core import label_cores, tell_labels
 from dbuffer.integrations.vllm.middleware import FollowStore
 from dbuffer.integrations.vllm.requests import (
     HEADERS,
     Outlook,
+    headers_of,
     requirement_in,
     unmet_by,
     values_by_name,
@@ -398,6 +400,44 @@ def test_label_is_read_as_it_was_written(label):
 def test_label_of_other_software_is_a_version_by_itself(text):
     assert WeightLabel.decode(text) == WeightLabel(text)
     assert WeightLabel(text).encode() == text
+
+
+def test_version_that_is_attested_while_it_is_served_stays_one_span():
+    """The label's change begins a span of vLLM's; the headers tell what it was at first."""
+
+    class RequestState:
+        lora_request = lora_name = None
+
+        def __init__(self) -> None:
+            attested = replace(SERVED, attested_at=1e9)
+            labels = ["default", SERVED.encode(), attested.encode(), GETS_NEXT_RUN.encode()]
+            labels += [WeightLabel("8", RUN).encode()]
+            self.weight_version_starts = [(label, number) for number, label in enumerate(labels)]
+
+        def track_weight_version(self) -> None: ...
+
+        def _new_completion_output(self) -> Any:
+            starts = self.weight_version_starts
+            spans = [SimpleNamespace(version=v, start=n, end=n + 1) for v, n in starts]
+            return SimpleNamespace(weight_versions=spans)
+
+    tell_labels(RequestState)
+    spans = RequestState()._new_completion_output().weight_versions
+    told = [(span.version, span.run, span.start, span.end) for span in spans]
+    assert told == [("default", None, 0, 1), ("7", RUN, 1, 4), ("8", RUN, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("label", "verified"),
+    [
+        (SERVED, "false"),
+        (replace(SERVED, attested_at=1e9), "true"),
+        (WeightLabel("default"), None),
+        (WeightLabel(), None),
+    ],
+)
+def test_headers_say_whether_the_weights_were_compared(label, verified):
+    assert headers_of(WeightLabel.decode(label.encode())).get("x-weight-verified") == verified
 
 
 def test_run_that_the_engine_gets_ready_begins_no_span():
