@@ -47,6 +47,11 @@ class Shape:
         return self.bits_per_s / 8
 
     @property
+    def is_hard_on_tcp(self) -> bool:
+        """Whether TCP, rather than the link's rate, limits a few connections."""
+        return self.loss > 0 or self.round_trip_s > 0.1
+
+    @property
     def queue_s(self) -> float:
         """Longest time that a packet waits for those before it; beyond, it is dropped."""
         return max(0.1, self.round_trip_s)

@@ -506,6 +506,7 @@ def between(text: str, since: str, until: str | None = None) -> str:
         ("benchmarks.md", "served.txt", "## From publish to served", "## GPUs"),
         ("benchmarks.md", "gpu.txt", "## GPUs", "## An engine on a GPU"),
         ("benchmarks.md", "gpu-engine.txt", "## An engine on a GPU", "## Deltas"),
+        ("object-storage.md", "links.txt", "## Slow links and outages", "## Retention"),
         ("object-storage.md", "objects.txt", "## Speed", "## Requests and costs"),
     ],
 )
