@@ -7,7 +7,7 @@ from dbuffer.publish.patches import SparsePatch as SparsePatch
 from dbuffer.publish.sender import PendingPublication as PendingPublication
 from dbuffer.publish.publisher import Publication as Publication
 from dbuffer.publish.sender import WeightSender as WeightSender
-from dbuffer.publish.sender_options import SenderOptions as SenderOptions
+from dbuffer.publish.publisher import SenderOptions as SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender as ShardedWeightSender
 from dbuffer.receive.receiver import WeightReceiver as WeightReceiver
 from dbuffer.receive.reader import Snapshot as Snapshot

@@ -32,8 +32,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
 from dbuffer.io.tensors import FileTensors, file_under
 from dbuffer.publish.draft import checked_metadata
-from dbuffer.publish.publisher import Publication, Publisher
-from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
+from dbuffer.publish.publisher import Publication, Publisher, SenderKeywords, SenderOptions
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import ProcessBound

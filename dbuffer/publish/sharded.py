@@ -36,8 +36,7 @@ from dbuffer.publish.part import (
     assign_writes,
     sharded_in,
 )
-from dbuffer.publish.publisher import Publication, Publisher
-from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
+from dbuffer.publish.publisher import Publication, Publisher, SenderKeywords, SenderOptions
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.cores import num_cores

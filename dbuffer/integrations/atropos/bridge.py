@@ -25,8 +25,8 @@ from dbuffer.integrations.atropos.mapping import (
 )
 from dbuffer.integrations.default_store import default_store
 from dbuffer.integrations.vllm.vllm_engine import VllmServer
+from dbuffer.publish.publisher import SenderKeywords, SenderOptions
 from dbuffer.publish.sender import WeightSender
-from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.ranks.world import World

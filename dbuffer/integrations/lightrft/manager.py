@@ -17,7 +17,7 @@ from dbuffer.integrations.lightrft.configuration import (
     names_of,
     weights_of,
 )
-from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
+from dbuffer.publish.publisher import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options

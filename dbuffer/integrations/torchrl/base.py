@@ -13,8 +13,8 @@ from torchrl.weight_update.utils import _resolve_attr
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import NotReadyError
 from dbuffer.mirror.mirror import Mirror, start_mirror
+from dbuffer.publish.publisher import SenderOptions
 from dbuffer.publish.sender import WeightSender
-from dbuffer.publish.sender_options import SenderOptions
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
 

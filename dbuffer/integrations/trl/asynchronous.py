@@ -9,8 +9,8 @@ from typing import Unpack
 import torch
 
 from dbuffer.errors import NotReadyError
+from dbuffer.publish.publisher import SenderKeywords, SenderOptions
 from dbuffer.publish.sender import WeightSender
-from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.runtime import options
 
 

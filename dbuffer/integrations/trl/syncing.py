@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 from dbuffer.errors import OptionError, WaitTimeoutError
+from dbuffer.publish.publisher import SenderKeywords, SenderOptions
 from dbuffer.publish.sender import WeightSender
-from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import DEFAULT_RANK_TIMEOUT_S, ShardedWeightSender
 from dbuffer.runtime import options
 from dbuffer.weights.sources import Weights

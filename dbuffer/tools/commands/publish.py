@@ -19,7 +19,7 @@ from dbuffer.weights.names import NameMap
 if TYPE_CHECKING:
     import torch
 
-    from dbuffer.publish.sender_options import SenderKeywords
+    from dbuffer.publish.publisher import SenderKeywords
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -103,7 +103,7 @@ def publish(
     if count is not None and not watch:
         raise OptionError("--count needs --watch")
     from dbuffer.publish.draft import checked_metadata
-    from dbuffer.publish.sender_options import SenderOptions
+    from dbuffer.publish.publisher import SenderOptions
 
     # Refuse invalid input before the sender makes the store, or takes it over.
     metadata = checked_metadata(metadata)
@@ -121,7 +121,8 @@ def publish(
     def send(path: Path, metadata: dict[str, Any]) -> None:
         with progress(f"publishing {path}", in_bytes=True) as on_bytes:
             publication = sender.send(path, version=version, metadata=metadata, progress=on_bytes)
-        shared.show(publication, shared.describe_copy(publication), as_json=as_json)
+        of = f", from {path}" if watch else ""
+        shared.show(publication, shared.describe_copy(publication) + of, as_json=as_json)
 
     with dbuffer.WeightSender(store, **chosen) as sender:
         if not watch:

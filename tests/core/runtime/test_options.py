@@ -20,7 +20,7 @@ from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.mapping import mapping_path
 from dbuffer.integrations.lightrft.manager import BroadcastManager
 from dbuffer.mirror.mirror import start_mirror
-from dbuffer.publish.sender_options import SenderKeywords
+from dbuffer.publish.publisher import SenderKeywords
 from dbuffer.runtime import options
 from tests.support.children import call
 

@@ -22,7 +22,7 @@ from dbuffer.integrations.lightrft.configuration import (
     weights_of,
 )
 from dbuffer.integrations.lightrft.manager import engine_of_rank
-from dbuffer.publish.sender_options import SenderKeywords
+from dbuffer.publish.publisher import SenderKeywords
 from tests.support.engines.vllm_engines import NEEDS_VLLM
 from tests.support.later import Later
 from tests.support.lightrft_parts import Actor, strategy_for
