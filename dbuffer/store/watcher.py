@@ -1,4 +1,4 @@
-"""`Watcher`: wakes a thread when a store's version pointer, or an entry of a directory, changes.
+"""`Watcher`: wakes a thread when a store's version pointer, or another file, changes.
 
 An event is only a hint. A waiting thread also wakes after a poll interval, and always reads the
 version pointer itself.
@@ -16,8 +16,6 @@ import weakref
 from pathlib import Path
 
 from watchdog.events import (
-    DirCreatedEvent,
-    DirMovedEvent,
     FileCreatedEvent,
     FileMovedEvent,
     FileSystemEvent,
@@ -34,32 +32,30 @@ from dbuffer.store.medium import medium_of
 logger = logging.getLogger(__name__)
 
 
-def _setting(changed: threading.Event, name: str | None) -> type[InotifyEmitter]:
-    """Return an inotify emitter that sets ``changed`` when the entry ``name`` is made or replaced.
+def _setting(changed: threading.Event, name: str) -> type[InotifyEmitter]:
+    """Return an inotify emitter that sets ``changed`` when the file ``name`` is made or replaced.
 
-    If ``name`` is None, any entry counts. The thread that reads from inotify sets the event, and
-    not watchdog's dispatcher thread: in an engine's process, a switch to one more thread may take
-    milliseconds.
+    The thread that reads from inotify sets the event, and not watchdog's dispatcher thread: in an
+    engine's process, a switch to one more thread may take milliseconds.
     """
 
     class Emitter(InotifyEmitter):
         def queue_event(self, event: FileSystemEvent) -> None:
             for path in (event.src_path, event.dest_path):
-                if name in (None, os.path.basename(os.fsdecode(path))):  # noqa: PTH119
+                if name == os.path.basename(os.fsdecode(path)):  # noqa: PTH119
                     changed.set()
 
     return Emitter
 
 
 class Watcher(ProcessBound):
-    """Watches a directory for an entry that is made or replaced.
+    """Watches a directory for a file that is made or replaced.
 
-    ``name`` is the entry's name, or None for any entry. On a network mount, or if no inotify watch
-    or thread is available, :meth:`wait` sleeps. If the directory is made or replaced later,
-    :meth:`wait` begins to watch the new directory.
+    On a network mount, or if no inotify watch or thread is available, :meth:`wait` sleeps. If the
+    directory is made or replaced later, :meth:`wait` begins to watch the new directory.
     """
 
-    def __init__(self, directory: Path, name: str | None = None) -> None:
+    def __init__(self, directory: Path, name: str) -> None:
         super().__init__()
         self._directory = directory
         self._name = name
@@ -69,7 +65,7 @@ class Watcher(ProcessBound):
         self._watch_from = 0.0
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the entry may have changed since the last call; return False on time-out."""
+        """Wait until the file may have changed since the last call; return False on time-out."""
         self._follow_directory()
         return wait_and_clear(self._changed, timeout_s)
 
@@ -107,7 +103,7 @@ class Watcher(ProcessBound):
         observer: BaseObserver | None = None
         try:
             observer = BaseObserver(_setting(self._changed, self._name))
-            changes = [FileCreatedEvent, FileMovedEvent, DirCreatedEvent, DirMovedEvent]
+            changes = [FileCreatedEvent, FileMovedEvent]
             handler = FileSystemEventHandler()  # gets no events; see `_setting`
             observer.schedule(handler, str(directory), event_filter=changes)
             observer.start()

@@ -22,7 +22,6 @@ from dbuffer.errors import InvalidWeightsError
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import Contents, DoubleBuffer
-from dbuffer.store.watcher import Watcher
 from dbuffer.weights.checkpoint import INDEX, FileState, checkpoint_files, state_of
 
 logger = logging.getLogger(__name__)
@@ -115,30 +114,29 @@ def send_saved(
     published = [manifest.metadata for _, manifest in Contents(store).published()]
     last = max(map(order_of, published), default=order_of({}))
     problems: dict[Path, str] = {}
-    logger.info("publishing each checkpoint that is saved into %s", directory)
-    with contextlib.closing(Watcher(directory)) as watcher:
-        while True:
-            settled, changes = _settled(directory, changes, last)
-            for checkpoint in settled:
-                if checkpoint.has_changed:  # while an earlier checkpoint was sent
-                    continue
-                try:
-                    checkpoint.require_one_save(last)
-                    send(checkpoint.path, checkpoint.metadata)
-                except InvalidWeightsError as error:
-                    if checkpoint.has_changed:
-                        continue  # the files were read in the middle of a save
-                    if problems.get(checkpoint.path) != str(error):
-                        logger.warning("%s is not published: %s", checkpoint.path, str(error))
-                    problems[checkpoint.path] = str(error)
-                    continue
-                last, num_sent = checkpoint.order, num_sent + 1
-                problems.pop(checkpoint.path, None)
-                if stop.is_set() or num_sent == count:
-                    return
-            if stop.is_set():
+    missing = "" if directory.exists() else ", which does not exist yet"
+    logger.info("publishing each checkpoint that is saved into %s%s", directory, missing)
+    while True:
+        settled, changes = _settled(directory, changes, last)
+        for checkpoint in settled:
+            if checkpoint.has_changed:  # while an earlier checkpoint was sent
+                continue
+            try:
+                checkpoint.require_one_save(last)
+                send(checkpoint.path, checkpoint.metadata)
+            except InvalidWeightsError as error:
+                if checkpoint.has_changed:
+                    continue  # the files were read in the middle of a save
+                if problems.get(checkpoint.path) != str(error):
+                    logger.warning("%s is not published: %s", checkpoint.path, str(error))
+                problems[checkpoint.path] = str(error)
+                continue
+            last, num_sent = checkpoint.order, num_sent + 1
+            problems.pop(checkpoint.path, None)
+            if stop.is_set() or num_sent == count:
                 return
-            watcher.wait(TIMING.settle_s / 2)
+        if stop.wait(TIMING.settle_s / 2):
+            return
 
 
 def order_of(metadata: Mapping[str, Any]) -> Order:

@@ -89,7 +89,8 @@ def watch(out: Path, store: Path) -> Iterator[Watch]:
 
 def test_checkpoints_of_a_trainer_are_published_with_their_steps(watch, out):
     """The directory comes later."""
-    assert watch.refusal(0).endswith(f"publishing each checkpoint that is saved into {out}")
+    text = f"publishing each checkpoint that is saved into {out}, which does not exist yet"
+    assert watch.refusal(0).endswith(text)
     for number, name in enumerate(("checkpoint-80", "step_90", "global_step_100")):
         save(out / name, number + 1)
         assert watch.version_of(number) == (number + 1, int(name.split("_")[-1].split("-")[-1]))
