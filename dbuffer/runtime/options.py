@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shlex
 import threading
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import SplitResult, urlsplit
 
@@ -121,7 +120,8 @@ def directory(name: str, value: Any) -> Path:
     if is_url(os.fspath(value)):
         parts = urlsplit(os.fspath(value))
         is_bucket = parts.scheme in _BUCKETS and parts.scheme != "https"
-        refuse(name, value, _mirror_between(parts) if is_bucket else _no_url("a directory", parts))
+        between = "a directory, and `dbuffer mirror` as a mirror between it and the bucket"
+        refuse(name, value, between if is_bucket else _no_url("a directory", parts))
     return path(name, value).absolute()
 
 
@@ -134,10 +134,7 @@ def directory_or_bucket(name: str, value: Any) -> Path | str:
         refuse(name, value, _no_url(rule, parts))
     if parts.scheme == "memory":
         return value
-    mended = f"{parts.scheme}://{value.partition(':')[2].lstrip('/')}"
-    if not value.startswith(f"{parts.scheme}://"):
-        refuse(name, value, f"{rule}; did you mean {mended}?")
-    if not parts.netloc:
+    if not value.startswith(f"{parts.scheme}://") or not parts.netloc:
         refuse(name, value, rule)
     if set("?#") & set(value):  # a parser cuts them off: two stores would share a path
         rule = "a URL without ? and # (%3F and %23 in a name; options are in the environment)"
@@ -154,18 +151,6 @@ def _no_url(rule: str, url: SplitResult) -> str:
         return f"{rule}; this is the address of a server (are two arguments swapped?)"
     return (
         f"{rule}; no object storage has URLs with {url.scheme}: (a directory of this name: ./...)"
-    )
-
-
-def _mirror_between(url: SplitResult) -> str:
-    # Restore the slash that a URL loses when it becomes a `Path` (s3:/BUCKET/PREFIX).
-    bucket = f"{url.scheme}://{url.netloc}{url.path if url.netloc else url.path.lstrip('/')}"
-    local = f"/dev/shm/{PurePosixPath(url.path).name or 'policy'}"  # noqa: S108 - an example
-    command = ("dbuffer", "mirror")
-    return (
-        f"a directory such as {local}, and a mirror between it and the bucket: "
-        f"`{shlex.join((*command, bucket, local))}` where versions are read, "
-        f"`{shlex.join((*command, local, bucket))}` where they are published"
     )
 
 
