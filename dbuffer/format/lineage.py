@@ -65,9 +65,8 @@ class Run(NamedTuple):
 class Relation(enum.Enum):
     """Relation of a reader's version to the newest version of a store."""
 
-    SAME = enum.auto()
     BEHIND = enum.auto()
-    """The reader's version leads to the newest version."""
+    """The reader's version is the newest version, or leads to it."""
     AHEAD = enum.auto()
     """The newest version leads to the reader's version: the store lost later versions, or shows
     them late."""
@@ -122,8 +121,6 @@ def describe_fork(store: object, before: VersionId, newest: VersionId) -> str:
 
 
 def relation(version: Lineage, newest: Lineage) -> Relation:
-    if version.id == newest.id:
-        return Relation.SAME
     if newest.reaches(version.id):
         return Relation.BEHIND
     return Relation.AHEAD if version.reaches(newest.id) else Relation.FORKED

@@ -188,7 +188,7 @@ class MirrorLoop:
         if target is None or source is None or target.version == self.published:
             return
         match relation(target.lineage, source):
-            case Relation.SAME | Relation.BEHIND:
+            case Relation.BEHIND:
                 self.published = target.version
                 receiver.record.write(staged=target.id)
             case Relation.AHEAD:  # the source may have lost this version; copy the next version
