@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -22,17 +20,6 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 _LOG_MIN_S = 60.0
 """Time after which a failure that continues is logged again. The time doubles with each message."""
 _LOG_MAX_S = 3600.0
-
-
-@dataclass(slots=True)
-class _Failures:
-    since: float
-    number: int = 0
-    kinds: set[tuple[type[Exception], str | None]] = field(default_factory=set)
-    next_retry_s: float = field(default_factory=lambda: TIMING.retry_min_s)
-    log_s: float = _LOG_MIN_S
-    log_at: float = 0.0
-    """Earliest time at which the next failure is logged, whatever its kind."""
 
 
 class RetryLoop:
@@ -61,15 +48,23 @@ class RetryLoop:
         self._failed = failed
         self._final = final
         self._stop = stop or threading.Event()
-        self._failures: _Failures | None = None
+        self._forget_failures()
         self.error: Exception | None = None
         """Error of the last attempt, or None if it worked."""
         self.retry_s = 0.0
 
+    def _forget_failures(self) -> None:
+        self._num_failed = 0
+        self._failed_since = 0.0
+        self._kinds: set[tuple[type[Exception], bool | None]] = set()
+        self._log_s = _LOG_MIN_S
+        self._log_at = 0.0
+        """Earliest time at which the next failure is logged, whatever its kind."""
+
     @property
     def is_failing(self) -> bool:
         """Whether no attempt has succeeded since the last failure."""
-        return self._failures is not None
+        return self._num_failed > 0
 
     def attempt(self) -> Self:
         self.error = None
@@ -80,13 +75,13 @@ class RetryLoop:
 
         Return whether the last attempts failed.
         """
-        failures, self._failures = self._failures, None
-        if failures is None:
+        if not self.is_failing:
             return False
-        duration_s = time.monotonic() - failures.since
+        duration_s = time.monotonic() - self._failed_since
         self._logger.warning(
-            "%s recovered after %.1f s (%d failed attempts)", action, duration_s, failures.number
+            "%s recovered after %.1f s (%d failed attempts)", action, duration_s, self._num_failed
         )
+        self._forget_failures()
         return True
 
     def __enter__(self) -> Self:
@@ -122,25 +117,26 @@ class RetryLoop:
         ``is_lasting``: whether only a newer version can end the failures. The log then says so.
         """
         now_s = time.monotonic()
-        failures = self._failures = self._failures or _Failures(now_s)
-        failures.number += 1
+        is_short = is_short or isinstance(error, EngineUnreachableError)
+        longest_s = 2 * TIMING.retry_min_s if is_short else TIMING.retry_max_s
+        if self.is_failing:
+            self.retry_s = min(2 * self.retry_s, longest_s, TIMING.retry_max_s)
+        else:
+            self.retry_s, self._failed_since = TIMING.retry_min_s, now_s
+        self._num_failed += 1
         # A replaced store (``is_forked``) and an emptied store raise errors of one type. Log them
         # as two types of failures.
         kind = type(error), getattr(error, "is_forked", None)
-        if kind not in failures.kinds:
-            failures.log_at = now_s + failures.log_s
+        if kind not in self._kinds:
+            self._log_at = now_s + self._log_s
             plan = "waiting for a newer version" if is_lasting else "trying again until it works"
             self._log(error, f"{problem}; {plan}")
-        elif now_s >= failures.log_at:
-            failures.log_s = min(2 * failures.log_s, _LOG_MAX_S)
-            failures.log_at = now_s + failures.log_s
-            self._log(error, f"{problem}; still failing after {now_s - failures.since:.0f} s")
-        failures.kinds.add(kind)
+        elif now_s >= self._log_at:
+            self._log_s = min(2 * self._log_s, _LOG_MAX_S)
+            self._log_at = now_s + self._log_s
+            self._log(error, f"{problem}; still failing after {now_s - self._failed_since:.0f} s")
+        self._kinds.add(kind)
         self.error = without_frames(error)
-        self.retry_s = failures.next_retry_s
-        is_short = is_short or isinstance(error, EngineUnreachableError)
-        longest_s = 2 * TIMING.retry_min_s if is_short else math.inf
-        failures.next_retry_s = min(2 * self.retry_s, longest_s, TIMING.retry_max_s)
 
     def _log(self, error: Exception, message: str) -> None:
         # Only warn if an engine's server does not answer: it may still be starting.
