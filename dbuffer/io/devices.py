@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -276,12 +275,6 @@ class PageLock(ProcessBound):
                 f"{num_bytes} bytes of memory could not be page-locked: CUDA error {status}; is "
                 "there a limit on locked memory (ulimit -l)?"
             )
-
-    @classmethod
-    def owned_by(cls, owner: object, address: int, num_bytes: int, *, read_only: bool) -> PageLock:
-        lock = cls(address, num_bytes, read_only=read_only)
-        weakref.finalize(owner, lock.release).atexit = False  # the kernel unlocks all at exit
-        return lock
 
     def release(self) -> None:
         """Unlock the memory, which must still be mapped. Further calls do nothing."""

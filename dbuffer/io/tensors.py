@@ -132,7 +132,8 @@ class MappedTensors(FileTensors):
             try:
                 num_bytes = self._bytes.numel()
                 is_read_only = self._access == mmap.ACCESS_READ
-                PageLock.owned_by(self, self.address, num_bytes, read_only=is_read_only)
+                lock = PageLock(self.address, num_bytes, read_only=is_read_only)
+                weakref.finalize(self, lock.release).atexit = False  # the kernel unlocks at exit
             except StoreAccessError as error:
                 log_once(logger, "copies from a GPU take longer: %s", str(error))
         self._device_copies += 1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from dbuffer.errors import ClosedError, InvalidWeightsError, StoreAccessError
+from dbuffer.errors import InvalidWeightsError, StoreAccessError
 from dbuffer.format.layout import Layout, TensorSpec, align, digest
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import MAX_RECORD_BYTES, Manifest
@@ -256,8 +256,6 @@ class Draft:
         self, metadata: dict[str, Any], checksums: list[int] | None, **described: Any
     ) -> Manifest:
         """Publish the version, on rank 0. ``described`` are further fields of the manifest."""
-        if self._is_done:
-            raise ClosedError("this draft was committed, or abandoned")
         if self.has_file:
             self._check_parts()
             described |= self._seal(checksums)

@@ -117,7 +117,6 @@ class BufferWriter:
         self.root = self.store.root
         filesystem.make_directory(self.root, parents=True, durable=durable)
         require_own_directory(self.root)
-        self.store.check()
         self._make_directories()
         if keep:  # fail now, not at the first publish that needs links
             filesystem.require_second_names(self.root / places.SCRATCH_DIRECTORY)
