@@ -16,10 +16,11 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self, TypeAlias, Unpack
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, Unpack
 
 import torch
+from msgspec import convert, to_builtins
 from torch import distributed
 
 from dbuffer.errors import InvalidWeightsError, OptionError, StoreAccessError
@@ -255,27 +256,10 @@ class Inventory:
 
     specs: tuple[TensorSpec, ...]
     aliases: dict[str, str]
-    ranks: list[Ranks]
-    boxes: Boxes
-
-    def encode_description(self) -> dict[str, Any]:
-        groups = list(dict.fromkeys(self.ranks))
-        number = {group: index for index, group in enumerate(groups)}
-        numbers = [number[ranks] for ranks in self.ranks]
-        return {"specs": self.specs, "aliases": self.aliases, "groups": groups, "ranks": numbers}
-
-    def encode_boxes(self) -> list[Any]:
-        return [[index, *(box or ())[1:]] for index, box in self.boxes.items()]
-
-    @classmethod
-    def decode_description(cls, encoded: dict[str, Any]) -> Self:
-        groups = [tuple(group) for group in encoded["groups"]]
-        return cls(
-            tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in encoded["specs"]),
-            encoded["aliases"],
-            [groups[number] for number in encoded["ranks"]],
-            {},
-        )
+    groups: list[Ranks]
+    group_of: list[int]
+    """Index in `groups` of the ranks that hold parts of each tensor."""
+    boxes: Boxes = field(default_factory=dict)
 
 
 def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> Inventory:
@@ -283,14 +267,15 @@ def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> 
 
     ``group_rank`` maps ranks of the whole job to ranks of the sender's process group.
     """
-    ranks: list[Ranks] = [()] * len(source.specs)
+    group_of = [0] * len(source.specs)
     if source.reader is not None:
         # All ranks iterate over a weight source together, and get each tensor whole. List tensors
         # without boxes (None): then one of the ranks that list a tensor writes all of it.
         boxes: Boxes = dict.fromkeys(source.reader.held_on(rank))
-        return Inventory(source.specs, source.aliases, ranks, boxes)
+        return Inventory(source.specs, source.aliases, [()], group_of, boxes)
     boxes, parts = {}, HeldParts()
-    ranks_by_way: dict[Any, tuple[Ranks, bool]] = {}
+    groups: dict[Ranks, int] = {}
+    group_by_way: dict[Any, tuple[int, bool]] = {}
     for index, tensor in enumerate(source.tensors):
         sharded = sharded_in(tensor)
         if sharded is None:
@@ -301,12 +286,13 @@ def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> 
             way = sharded.ranks
         else:
             way = sharded.device_mesh, sharded.placements
-        if way not in ranks_by_way:
-            ranks_by_way[way] = _part_ranks(sharded, group_rank, source.specs[index].name)
-        ranks[index], is_held = ranks_by_way[way]
+        if way not in group_by_way:
+            ranks, is_held = _part_ranks(sharded, group_rank, source.specs[index].name)
+            group_by_way[way] = groups.setdefault(ranks, len(groups)), is_held
+        group_of[index], is_held = group_by_way[way]
         if is_held:
             boxes[index] = parts.box(index, tensor)
-    return Inventory(source.specs, source.aliases, ranks, boxes)
+    return Inventory(source.specs, source.aliases, list(groups), group_of, boxes)
 
 
 def _part_ranks(sharded: Any, group_rank: Mapping[int, int], name: str) -> tuple[Ranks, bool]:
@@ -341,7 +327,8 @@ def join(ranks: Agreement, source: Source, inventory: Inventory, *, rows_only: b
         InvalidWeightsError: a tensor differs between ranks, its parts overlap or leave a gap, or
             no rank holds it.
     """
-    description = inventory.encode_description()
+    # Without boxes, the inventories of most ranks are equal.
+    description = to_builtins(replace(inventory, boxes={}))
     xxh3 = digest(json.dumps(description).encode())
     digests = ranks.share("list its tensors", xxh3)
     described = {xxh3: inventory}
@@ -351,10 +338,11 @@ def join(ranks: Agreement, source: Source, inventory: Inventory, *, rows_only: b
         sent = ranks.share("send the list of its tensors", description if is_first else {})
         for of_rank, encoded in zip(digests, sent, strict=True):
             if of_rank not in described:
-                described[of_rank] = Inventory.decode_description(encoded)
-    boxes = ranks.share("send its boxes", inventory.encode_boxes())
+                described[of_rank] = convert(encoded, Inventory)
+    boxes = [box or [index] for index, box in inventory.boxes.items()]
+    boxes_of = ranks.share("send its boxes", boxes)
     with ranks.step("join the tensors of all ranks"):
-        assignment = _join(digests, described, boxes, rows_only=rows_only)
+        assignment = _join(digests, described, boxes_of, rows_only=rows_only)
     _compare_replicas(ranks, source, inventory)
     return assignment
 
@@ -377,7 +365,8 @@ def _join(
     for xxh3, ranks in describing.items():
         inventory = described[xxh3]
         index_of = []
-        for spec, holding in zip(inventory.specs, inventory.ranks, strict=True):
+        for spec, number in zip(inventory.specs, inventory.group_of, strict=True):
+            holding = inventory.groups[number]
             of_tensor = ranks_of.setdefault(spec.name, {})
             if spec != (known := specs.setdefault(spec.name, spec)):
                 raise InvalidWeightsError(
@@ -387,7 +376,9 @@ def _join(
             of_tensor.setdefault(holding, []).extend(ranks)
             index_of.append(indices.setdefault(spec.name, len(indices)))
         for rank in ranks:
-            boxes[rank] = _decode_boxes(encoded[rank], index_of)
+            for index, *place in encoded[rank]:
+                joined = index_of[index]
+                boxes[rank][joined] = Box(joined, *map(tuple, place)) if place else None
         for alias, name in inventory.aliases.items():
             if aliases.setdefault(alias, name) != name:
                 raise InvalidWeightsError(
@@ -407,13 +398,6 @@ def _join(
         if indices[name] not in on_some_rank:
             raise InvalidWeightsError(f"no rank holds {spec}")
     return assign_writes(tuple(specs.values()), aliases, boxes, rows_only=rows_only)
-
-
-def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
-    return {
-        index_of[index]: Box(index_of[index], tuple(place[0]), tuple(place[1])) if place else None
-        for index, *place in encoded
-    }
 
 
 def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
@@ -469,7 +453,8 @@ def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
         # Skip small tensors: one rank writes all of them, so they may differ between ranks, for
         # instance as batch statistics. Several ranks may write parts of a large tensor.
         is_large = source.specs[index].num_bytes >= SPREAD_FROM_BYTES
-        if inventory.ranks[index] == () and is_large and isinstance(tensor, torch.Tensor):
+        is_whole = not inventory.groups[inventory.group_of[index]]
+        if is_whole and is_large and isinstance(tensor, torch.Tensor):
             flat = tensor.detach().reshape(-1)
             step = max(1, flat.numel() // _SAMPLED_ELEMENTS)
             sample = flat[::step].resolve_conj().resolve_neg().contiguous()
