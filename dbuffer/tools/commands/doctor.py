@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 from typing import Annotated
 
@@ -57,9 +56,8 @@ def doctor(
     else:
         with progress(f"probing {place}, also with each 'dbuffer doctor --peer' on another host"):
             findings = examine(place) + measure_with_peers(place)
-    is_sound, host = all(it.verdict != "broken" for it in findings), socket.gethostname()
-    results = list(map(dataclasses.asdict, findings))
-    result = {"is_sound": is_sound, "path": str(place), "host": host, "findings": results}
-    shared.show(result, [line(f"{place}, on {host}"), table(results)], as_json=as_json)
+    is_sound, host = all(it["verdict"] != "broken" for it in findings), socket.gethostname()
+    result = {"is_sound": is_sound, "path": str(place), "host": host, "findings": findings}
+    shared.show(result, [line(f"{place}, on {host}"), table(findings)], as_json=as_json)
     if not is_sound:
         raise typer.Exit(shared.EXIT_FAILED)

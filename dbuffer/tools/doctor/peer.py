@@ -26,6 +26,7 @@ from dbuffer.tools.doctor.probes import (
     Finding,
     Outcome,
     existing,
+    finding,
     remove_tree,
     scratch,
 )
@@ -139,10 +140,10 @@ def _measure(place: Path) -> list[Finding]:
         problem = str(error)
     finally:
         remove_tree(place)  # so that the peer ends
-    findings = [Finding(f"{host}: versions", *_describe_versions(problem, delays_s[1:]))]
+    findings = [finding(f"{host}: versions", _describe_versions(problem, delays_s[1:]))]
     if ahead_s:
         low_s, high_s = max(low for low, _ in ahead_s), min(high for _, high in ahead_s)
-        findings.append(Finding(f"{host}: clocks", *_describe_clocks(low_s, high_s)))
+        findings.append(finding(f"{host}: clocks", _describe_clocks(low_s, high_s)))
     return findings
 
 

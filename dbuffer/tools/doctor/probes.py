@@ -11,7 +11,6 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -28,31 +27,29 @@ logger = logging.getLogger(__name__)
 Verdict = Literal["good", "adapted", "broken", "unknown"]
 
 Outcome: TypeAlias = tuple[Verdict, str, str]
-"""Verdict, result and consequence of a probe, the fields of a `Finding`."""
+"""Verdict, result and consequence of a probe.
+
+Verdict ``good``: the probed feature works. ``adapted``: the feature is missing, and dbuffer works
+without the feature. ``broken``: the feature is missing, so a store would not be safe. ``unknown``:
+the probe has no result. The consequence is how dbuffer adapts, or advice for the user.
+"""
+
+Finding: TypeAlias = dict[str, str]
+"""Name and outcome of a probe, as `dbuffer doctor --json` prints them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Result of one probe."""
-
-    probe: str
-    verdict: Verdict
-    """``good``: the probed feature works. ``adapted``: the feature is missing, and dbuffer works
-    without the feature. ``broken``: the feature is missing, so a store would not be safe.
-    ``unknown``: the probe has no result."""
-    result: str
-    consequence: str
-    """How dbuffer adapts to the result, or advice for the user."""
+def finding(probe: str, outcome: Outcome) -> Finding:
+    return dict(zip(("probe", "verdict", "result", "consequence"), (probe, *outcome), strict=True))
 
 
 def find(probe: str, run: Callable[[], Outcome], cure: str) -> Finding:
     """Run a probe. If it raises an error, return the error's message with the advice ``cure``."""
     try:
-        return Finding(probe, *run())
+        return finding(probe, run())
     except OptionError:  # the path is wrong, not the mount
         raise
     except (DBufferError, OSError) as error:
-        return Finding(probe, "broken", str(error), cure)
+        return finding(probe, ("broken", str(error), cure))
 
 
 PREFIX = ".dbuffer-doctor-"

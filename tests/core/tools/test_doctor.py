@@ -65,12 +65,12 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def found_by(findings: list[Finding], probe: str) -> Finding:
-    (finding,) = (each for each in findings if each.probe == probe)
+    (finding,) = (each for each in findings if each["probe"] == probe)
     return finding
 
 
 def broken(findings: list[Finding]) -> set[str]:
-    return {finding.probe for finding in findings if finding.verdict == "broken"}
+    return {finding["probe"] for finding in findings if finding["verdict"] == "broken"}
 
 
 # A place where all is well
@@ -78,19 +78,19 @@ def broken(findings: list[Finding]) -> set[str]:
 
 def test_a_good_place(any_place: Path) -> None:
     findings = examine(any_place)
-    assert [each.probe for each in findings] == [
+    assert [each["probe"] for each in findings] == [
         *("mount", "room", "trust", "locks", "mapping", "events")
     ]
     assert not broken(findings)
-    assert {each.verdict for each in findings[1:]} == {"good"}
+    assert {each["verdict"] for each in findings[1:]} == {"good"}
     assert list(any_place.iterdir()) == []
 
 
 def test_of_a_directory_that_is_not_there_its_mount_is_probed(disk):
     findings = examine(disk / "on the way" / "store")
     assert not broken(findings)
-    assert found_by(findings, "mount").result == "tmpfs from dbuffer-test: local"
-    assert "8.39 MB" in found_by(findings, "room").result
+    assert found_by(findings, "mount")["result"] == "tmpfs from dbuffer-test: local"
+    assert "8.39 MB" in found_by(findings, "room")["result"]
     assert list(disk.iterdir()) == []
 
 
@@ -102,9 +102,9 @@ def test_what_is_no_place_or_has_none(capsys, place):
         assert "there is no /shraed, and probes of / would test another mount" in err
     path = place / "shraed" / "policy"
     finding = found_by(examine(path), "trust")
-    assert finding.verdict == "adapted"
-    assert f"{path} does not exist, nor does {path.parent}" in finding.result
-    assert found_by(examine(place / "policy"), "trust").verdict == "good"
+    assert finding["verdict"] == "adapted"
+    assert f"{path} does not exist, nor does {path.parent}" in finding["result"]
+    assert found_by(examine(place / "policy"), "trust")["verdict"] == "good"
     (place / "file").touch()
     for path in (place / "file", place / "file" / "store"):
         with pytest.raises(dbuffer.StoreAccessError):
@@ -137,13 +137,13 @@ def test_no_room_and_read_only(disk):
     subprocess.run(["mount", "-o", "remount,ro", str(disk.parent)], check=True)
     findings = examine(disk)
     assert broken(findings) == {"room", "trust", "locks", "mapping", "events"}
-    assert "Read-only file system" in found_by(findings, "room").result
+    assert "Read-only file system" in found_by(findings, "room")["result"]
 
 
 def assert_refused(place: Path) -> None:
     findings = examine(place)
     assert broken(findings) == {"trust"}
-    assert "--allow-shared-store" in found_by(findings, "trust").consequence
+    assert "--allow-shared-store" in found_by(findings, "trust")["consequence"]
 
 
 def test_a_directory_that_others_can_write_to(place):
@@ -152,7 +152,7 @@ def test_a_directory_that_others_can_write_to(place):
         place.chmod(mode)
         assert_refused(place)
     place.chmod(0o1777)  # as /dev/shm
-    assert found_by(examine(place), "trust").verdict == "adapted"
+    assert found_by(examine(place), "trust")["verdict"] == "adapted"
     with dbuffer.WeightSender(place, allow_shared_store=True) as sender:
         sender.send(SMALL.weights(1))
     assert_refused(place)
@@ -226,24 +226,24 @@ def test_without_locks(place, monkeypatch):
     without_flock()
     findings = examine(place)
     assert not broken(findings)
-    assert found_by(findings, "locks").verdict == "adapted"
+    assert found_by(findings, "locks")["verdict"] == "adapted"
 
 
 def test_without_events(place, monkeypatch, caplog):
     monkeypatch.setattr(probes, "_EVENT_S", 0.1)
     monkeypatch.setattr("dbuffer.store.watcher.BaseObserver.start", fail(errno.EMFILE))
     finding = found_by(examine(place), "events")
-    assert finding.verdict == "adapted"
-    assert "poll_interval_s" in finding.consequence
+    assert finding["verdict"] == "adapted"
+    assert "poll_interval_s" in finding["consequence"]
 
 
 def test_on_a_network_mount(place, monkeypatch):
     monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
     findings = examine(place)
     assert not broken(findings)
-    assert "DBUFFER_MOUNT=network" in found_by(findings, "mount").result
-    assert "read into memory" in found_by(findings, "mount").consequence
-    assert "poll" in found_by(findings, "events").consequence
+    assert "DBUFFER_MOUNT=network" in found_by(findings, "mount")["result"]
+    assert "read into memory" in found_by(findings, "mount")["consequence"]
+    assert "poll" in found_by(findings, "events")["consequence"]
 
 
 # Two hosts, which are two processes
@@ -314,15 +314,15 @@ def test_another_host_on_which_not_all_is_well(place, monkeypatch, change, error
     monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
     ends_with = -signal.SIGKILL if change is die_when_met else 0
     versions, *_ = measure_with(place, ends_with, change, error)
-    assert versions.verdict == "broken"
-    assert text in versions.result
+    assert versions["verdict"] == "broken"
+    assert text in versions["result"]
 
 
 def test_clocks_that_are_apart(place):
     versions, clocks = measure_with(place, 0, put_the_clock_forward)
-    assert versions.verdict in ("good", "adapted")
-    assert clocks.verdict == "adapted"
-    assert clocks.result.startswith(("3600.0", "3599.9"))
+    assert versions["verdict"] in ("good", "adapted")
+    assert clocks["verdict"] == "adapted"
+    assert clocks["result"].startswith(("3600.0", "3599.9"))
 
 
 def be_host_that_dies(connection: Connection, place: Path) -> None:
@@ -374,7 +374,7 @@ def test_command(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     assert (code, "broken" in out) == (0, False)
     assert "[bold]a store" in out, "not taken for markup"
     for finding in examine(path):
-        assert finding.probe in out
+        assert finding["probe"] in out
     assert signal.getsignal(signal.SIGTERM) is before
     path.chmod(0o777)
     code, out, _ = call(capsys, "doctor", path)
