@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -78,15 +78,6 @@ class Match:
             raise WeightsMismatchError(_describe_problems(problems))
 
 
-@dataclass(frozen=True, slots=True)
-class _LastMatch:
-    layout: Layout
-    outline: WeightsSpec
-    addresses: list[int]
-    order: list[int]
-    is_all: bool
-
-
 def refuse_adapter(metadata: Mapping[str, Any]) -> None:
     """Refuse a version whose metadata says that it is an adapter, not a model."""
     if ADAPTER_KEY in metadata:
@@ -100,7 +91,11 @@ class Matcher:
     """Finds, for each published tensor, the tensor of a module or mapping to load it into."""
 
     def __init__(self) -> None:
-        self._last: _LastMatch | None = None
+        self._last: tuple[Layout, WeightsSpec, list[int], bool] | None = None
+        """Layout and target of the last match, position in the target of each of the match's
+        targets, and whether these are all of its tensors."""
+        self._addresses: list[int] = []
+        """Addresses of the target's tensors at the last match."""
 
     def match(self, target: Any, layout: Layout, *, partial: bool = False) -> Match:
         """Match a target's tensors with a layout's tensors, by name.
@@ -123,20 +118,22 @@ class Matcher:
         self._last = None
         is_all = len(named) == len(order)
         if not match.aliases and not match.ties and (is_all or partial):
-            addresses = list(map(torch.Tensor.data_ptr, named.values()))
-            self._last = _LastMatch(layout, WeightsSpec.of(named), addresses, order, is_all)
+            self._last = layout, WeightsSpec.of(named), order, is_all
+            self._addresses = list(map(torch.Tensor.data_ptr, named.values()))
         return match
 
     def _match_like_before(
         self, target: Any, named: Mapping[str, torch.Tensor], layout: Layout, partial: bool
     ) -> list[torch.Tensor] | None:
-        last = self._last
-        if last is None or not (last.is_all or partial):
+        if self._last is None:
             return None
-        if last.layout.specs is not layout.specs and last.layout != layout:
+        last_layout, outline, order, is_all = self._last
+        if not (is_all or partial):
+            return None
+        if last_layout.specs is not layout.specs and last_layout != layout:
             return None
         tensors = list(named.values())
-        if (addresses := last.outline.addresses_of(named)) is None:
+        if (addresses := outline.addresses_of(named)) is None:
             return None
         if not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
@@ -145,15 +142,15 @@ class Matcher:
         if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
             return None
         # Skip the checks if no address has changed: their results are as at the last load.
-        if addresses != last.addresses:
+        if addresses != self._addresses:
             if (
                 not all(map(lies_in_memory, tensors))
                 or any(_overlap_groups(named))
                 or _not_kept(target, named)
             ):
                 return None
-            self._last = replace(last, addresses=addresses)
-        return [tensors[index] for index in last.order]
+            self._addresses = addresses
+        return [tensors[index] for index in order]
 
 
 def require_names(loaded: Mapping[str, int], names: Set[str], version: int) -> None:
