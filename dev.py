@@ -209,10 +209,13 @@ def install(cpu_pins: bool) -> None:
         return
     try:
         install_packages("--no-deps", "-r", str(REQUIREMENTS))
-    except InstallError:
+    except InstallError as first:
         say(f"the package index alone does not do; asking {TORCH_CPU_INDEX} as well")
         index = ["--extra-index-url", TORCH_CPU_INDEX]
-        install_packages("--no-deps", *index, "-r", str(REQUIREMENTS))
+        try:
+            install_packages("--no-deps", *index, "-r", str(REQUIREMENTS))
+        except InstallError as second:  # may hide the reason: that index is not reached, say
+            raise InstallError(f"{first}\n{second}") from None
     install_packages("--no-deps", "--no-build-isolation", "-e", str(ROOT))
 
 
