@@ -119,8 +119,10 @@ class _Probes:
     def put_on_condition(self) -> Outcome:
         def works() -> bool:
             tag = self._put(_VERSION)
-            tags = [self._bucket.put_if(_VERSION, b"2", each) for each in (None, tag, tag)]
-            return [each is not None for each in tags] == [False, True, False]
+            tags = [
+                self._bucket.put_if(_VERSION, b"2", condition) for condition in (None, tag, tag)
+            ]
+            return [tag is not None for tag in tags] == [False, True, False]
 
         return self._tested(_VERSION, works, "the condition was ignored, or refused", _AT_TRAINER)
 
