@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import dbuffer
 from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.integrations.vllm import follow, versions_of
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import until
-from tests.programs.vllm_drafts import Engines, runner_of
+from tests.programs.vllm_drafts import Engines, misfits, runner_of
 from tests.support.engines import preforked
 from tests.support.engines.tiny_models import weights_in
 from tests.support.engines.vllm_engines import (
@@ -120,13 +119,9 @@ def judge_versions(
 def refuse_misfits(
     engines: Engines, ask: Callable[[], Any], follower: Any, sender: Any, trainer: Any
 ) -> None:
-    """A tensor of another shape, one too few, one of the target's; the target goes on."""
+    """Refuse what does not fit, and a tensor of the target's; the target goes on."""
     draft = weights_in(engines.drafts[0])
-    name = next(n for n, t in draft.items() if t.dim() == 2 and "embed" not in n)
-    narrow = {**draft, name: draft[name][:, :-1].contiguous()}
-    fewer = {n: t for n, t in draft.items() if n != name}
-    more = {**draft, "of_none.weight": torch.ones(3)}
-    cases = [(narrow, name), (fewer, "were published"), (more, "of_none")]
+    cases = misfits(draft)
     if not any("embed" in n for n in draft):
         shared = weights_in(engines.targets[0])["model.embed_tokens.weight"]
         cases.append(({**draft, "embed_tokens.weight": shared}, "embed_tokens"))

@@ -299,19 +299,22 @@ def follow_drafts(directory: Path, name: str, form: str) -> None:
         assert all(len(proposals) < 12 for _, proposals in engines.answers.values())
 
 
-def refuse_misfits(engines: Engines, sender: Any, follower: Any) -> None:
-    """A tensor of another shape, one too few, one too many."""
-    weights, draft = engines.version(0, 0)
-    part = weights if draft is None else draft
-    names = [n for n, t in part.items() if t.dim() == 2 and (draft is not None or is_of_mtp(n))]
-    name = next(n for n in names if "embed" not in n and "lm_head" not in n)
-    prefix = "" if engines.is_mtp else "__draft__."
+def misfits(part: Weights) -> list[tuple[Weights, str]]:
+    """Return drafts with a tensor of another shape, one too few and one too many; what is told."""
+    names = [name for name, tensor in part.items() if tensor.dim() == 2]
+    name = next((n for n in names if is_of_mtp(n)), names[-1])
     narrow = {**part, name: part[name][:, :-1].contiguous()}
     fewer = {n: t for n, t in part.items() if n != name}
-    more = {**part, f"{name}_of_none": torch.ones(3)}
-    for changed, told in ((narrow, prefix + name), (fewer, "were published"), (more, "of_none")):
-        if changed is more and engines.is_mtp:
-            continue
+    return [
+        (narrow, name),
+        (fewer, "were published"),
+        ({**part, "of_none.w": torch.ones(3)}, "of_none"),
+    ]
+
+
+def refuse_misfits(engines: Engines, sender: Any, follower: Any) -> None:
+    weights, draft = engines.version(0, 0)
+    for changed, told in misfits(weights if draft is None else draft)[: 2 if engines.is_mtp else 3]:
         parts = (changed, None) if draft is None else (weights, changed)
         sender.send(parts[0], draft=parts[1])
         error = error_of(follower.sync)
