@@ -1,13 +1,12 @@
 """A vLLM server that follows two stores of adapters.
 
 Twenty streams ask it while a trainer publishes a version of each adapter a second. The trainer is
-killed, and another one goes on. In soaks, ranks of FSDP2 publish one of the adapters, and then
-ranks of ZeRO-3. All tokens equal those of an engine that loads the version as peft saves it.
+killed, and another one goes on. All tokens equal those of an engine that loads the version as peft
+saves it. (`integrations/peft/test_sharded.py` has trainers whose ranks shard the model.)
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -31,12 +30,10 @@ from tests.support.engines.vllm_engines import (
     judge,
     start_llm,
 )
-from tests.support.engines.vllm_servers import FOLLOWS, WAIT_S, Clients, Server
-from tests.support.ports import free_port
+from tests.support.engines.vllm_servers import WAIT_S, Clients, Server
 from tests.support.soak import is_soak
 from tests.support.stores import newest_version
 from tests.support.waiting import error_of
-from tests.support.zero3 import make_engine, start_deepspeed
 
 ADAPTERS = ("one", "two")
 FAMILY = "tied-qwen2"
@@ -71,49 +68,13 @@ def publish(sender: dbuffer.WeightSender, model: Any, name: str, version: int) -
     send_adapter(sender, model, version=version, metadata={"step": 10 * version})
 
 
-def publish_in_turn(directory: Path, *adapters: str) -> None:
-    """A trainer of some adapters: publish a version of each a second until it is killed."""
-    models = {name: model_of(name) for name in adapters}
-    with contextlib.ExitStack() as stack:
-        senders = {
-            name: stack.enter_context(dbuffer.WeightSender(directory / name)) for name in adapters
-        }
-        for name in itertools.cycle(adapters):
-            publish(senders[name], models[name], name, newest_version(directory / name) + 1)
-            time.sleep(EVERY_S / len(adapters))
-
-
-def publish_as_rank(directory: Path, name: str, kind: str) -> None:
-    """A rank of a trainer that shards the model, which publishes until it is killed."""
-    torch.distributed.init_process_group("gloo")
-    start_deepspeed(torch.distributed.get_rank())
-    store = directory / name
-    with dbuffer.ShardedWeightSender(store) as sender:
-        for version in itertools.count(newest_version(store) + 1):
-            model = model_of(name)
-            train(model, name, version)
-            if kind == "fsdp":
-                from torch.distributed.fsdp import fully_shard
-
-                fully_shard(model)
-            else:
-                model = make_engine(0, model).module
-            send_adapter(sender, model, version=version, metadata={"step": 10 * version})
-            time.sleep(EVERY_S)
-
-
-def start_trainers(directory: Path, kind: str) -> list[preforked.Process]:
-    """Start a trainer of both adapters, or in soaks one of each, the second one of two ranks."""
-
-    def start(*arguments: str, **env: str) -> preforked.Process:
-        command = [__file__, str(directory), *arguments]
-        return preforked.start(command, env=os.environ | env, output=directory / "t.log")
-
-    if not is_soak():
-        return [start("publish", *ADAPTERS)]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [start("rank", "two", kind, RANK=str(rank), **group) for rank in range(2)]
-    return [start("publish", "one"), *ranks]
+def publish_in_turn(directory: Path) -> None:
+    """A trainer of the adapters: publish a version of each a second until it is killed."""
+    one, two = (dbuffer.WeightSender(directory / name) for name in ADAPTERS)
+    with one, two:
+        for name, sender in itertools.cycle(zip(ADAPTERS, (one, two), strict=True)):
+            publish(sender, model_of(name), name, newest_version(directory / name) + 1)
+            time.sleep(EVERY_S / len(ADAPTERS))
 
 
 @dataclass(frozen=True)
@@ -190,28 +151,24 @@ def question_of(name: str, prompt: int, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def start(checkpoint: Path, log: Path, *, max_loras: int, **options: Any) -> Server:
-    directory = log.parent
-    stores = {name: str(directory / name) for name in ADAPTERS}
-    settings = {"dbuffer": {"adapters": stores, **options}}
-    flags = ("--enable-lora", "--max-loras", str(max_loras), "--max-lora-rank", str(RANK))
-    more = ("--max-num-seqs", str(NUM_STREAMS), "--max-model-len", "256")
-    follows = ("--additional-config", json.dumps(settings), *FOLLOWS)
-    num_ranks = 2 if is_soak() else 1
-    return Server(checkpoint, log, *flags, *more, *follows, port=free_port(), tp=num_ranks)
+def start(directory: Path, *, max_loras: int, **options: Any) -> Server:
+    adapters = {name: directory / name for name in ADAPTERS}
+    flags = ["--enable-lora", "--max-loras", str(max_loras), "--max-lora-rank", str(RANK)]
+    flags += ["--max-num-seqs", str(NUM_STREAMS)]
+    checkpoint = save_model(FAMILY, 0, directory)
+    return Server(checkpoint, directory, *flags, adapters=adapters, **options)
 
 
 def follow_adapters(directory: Path) -> None:
-    checkpoint = save_model(FAMILY, 0, directory)
     publish_first("two", directory)
-    server = start(checkpoint, directory / "server.log", max_loras=3, engine_id="e")
+    server = start(directory, max_loras=3, engine_id="e")
     server.wait_ready()
     assert server.status_of("GET", "/ready?min_version=1&model=two") == 200
     follow_first_version(server, directory)
     answers = stream_while_trainers_publish(server, directory)
     answers += keep_old_version_in_place_of_a_bad_one(server, directory)
     assert server.terminate() == (0, [])
-    compare(answers, checkpoint, directory)
+    compare(answers, directory)
 
 
 def publish_first(name: str, directory: Path, *, waits: bool = False) -> None:
@@ -247,15 +204,15 @@ def stream_while_trainers_publish(server: Server, directory: Path) -> list[Answe
     """Two trainers, one after the other, both killed while they publish."""
     streams = Streams(server)
     try:
-        for goal, kind in ((NUM_VERSIONS, "fsdp"), (2 * NUM_VERSIONS, "zero")):
-            trainers = start_trainers(directory, kind)
+        for goal in (NUM_VERSIONS, 2 * NUM_VERSIONS):
+            command = [__file__, str(directory), "publish"]
+            trainer = preforked.start(command, env=dict(os.environ), output=directory / "t.log")
             try:
                 for name in ADAPTERS:
                     wait_ready(server, name, goal)
             finally:
-                for trainer in trainers:
-                    trainer.kill()
-                    trainer.wait(WAIT_S)
+                trainer.kill()
+                trainer.wait(WAIT_S)
     finally:
         answers = [answer for of_one in streams.stop() for answer in of_one]
     for name in ADAPTERS:
@@ -292,13 +249,13 @@ def answer_of(server: Server, name: str, version: int) -> Answer:
     return Answer(name, 3, [token for _, some in chunks for token in some], version, version)
 
 
-def compare(answers: list[Answer], checkpoint: Path, directory: Path) -> None:
+def compare(answers: list[Answer], directory: Path) -> None:
     """Compare all tokens with those of an engine that loads the versions as peft saves them."""
     from vllm.lora.request import LoRARequest
 
     versions = sorted({(answer.name, answer.version) for answer in answers})
     fresh = start_llm(
-        checkpoint,
+        save_model(FAMILY, 0, directory),
         how="none",
         enable_lora=True,
         max_lora_rank=RANK,
@@ -322,23 +279,20 @@ def compare(answers: list[Answer], checkpoint: Path, directory: Path) -> None:
 
 def require_refused(directory: Path) -> None:
     """Start a server with as many slots as adapters, which must not come up."""
-    checkpoint, log = save_model(FAMILY, 0, directory), directory / "refused.log"
-    server = start(checkpoint, log, max_loras=2)
+    server = start(directory, max_loras=2)
     assert server.wait_end() > 0
     [line] = [line for line in server.log().splitlines() if "this server does not start" in line]
     assert "--enable-lora --max-loras 3" in line
 
 
-def run(directory: Path, role: str, *arguments: str) -> None:
+def run(directory: Path, role: str) -> None:
     match role:
         case "follow":
             follow_adapters(directory)
         case "refused":
             require_refused(directory)
         case "publish":
-            publish_in_turn(directory, *arguments)
-        case "rank":
-            publish_as_rank(directory, *arguments)
+            publish_in_turn(directory)
 
 
 if __name__ == "__main__":

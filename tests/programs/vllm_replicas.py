@@ -1,7 +1,7 @@
 """Data-parallel replicas of a real vLLM: dense ones switch each by itself, others as one engine.
 
-Two roles drive an `AsyncLLM` of two replicas; a third one, a server of two replicas and
-two API servers; a fourth one, two such servers that have four replicas between them.
+Two roles drive an `AsyncLLM` of two replicas; a third one, two servers that have four replicas
+between them. (`vllm_versions.py` has a server of two replicas and two API servers.)
 The dense model reveals its version: an answer's tokens say from which weights each of them came.
 Replicas of a model with experts make each step together; their tokens are compared with those of
 fresh engines of one replica.
@@ -18,7 +18,6 @@ from typing import Any
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.core import HOLD
-from dbuffer.testing.waiting import until
 from tests.support.engines.async_engines import (
     STEP_TIMEOUT_S,
     Asking,
@@ -46,11 +45,9 @@ from tests.support.engines.vllm_servers import (
     BACKEND_FLAGS,
     WAIT_S,
     Server,
-    following,
     tokens_of,
 )
 from tests.support.ports import free_port
-from tests.support.waiting import error_of
 
 REPLICAS = (0, 1)
 ENGINE = "policy"
@@ -235,32 +232,6 @@ def reach_late(engine: Any, replica: int) -> None:
     core._send_input_message = send_late
 
 
-async def run_served(directory: Path) -> None:
-    store = directory / "store"
-    server = start_server(directory, store, "--data-parallel-size", len(REPLICAS))
-    with dbuffer.WeightSender(store) as sender:
-        assert not server.is_ready_without_version()
-        for version in (1, 2, 3):
-            sender.send(revealing_weights(version), version=version)
-            server.wait_ready()
-            sender.wait_applied(version, receivers=NAMES, timeout_s=WAIT_S)
-            # A connection is of one API server; which, the kernel chooses.
-            for fresh in (server.connected_anew() for _ in range(6)):
-                for replica in REPLICAS:
-                    assert fresh.answer(replica=replica) == tokens_of(version)
-        driven = str(error_of(lambda: follow(server.url, store).close()))
-        assert "replicas that switch independently" in driven
-        assert "--middleware dbuffer.integrations.vllm.FollowStore" in driven
-        until("all counted", lambda: all(map(counts_three, metrics_of(server))), WAIT_S, 0.1)
-        for metrics in metrics_of(server):
-            for name in NAMES:
-                assert metrics[f"dbuffer_version_applied of {name}"] == 3
-                assert metrics[f"dbuffer_following of {name}"] == 1
-        assert server.terminate() == (0, [])
-    assert server.log().count("and serves weights from outside the store") == len(REPLICAS)
-    assert switches_of(server) == [(name, version) for name in NAMES for version in (1, 2, 3)]
-
-
 async def run_hybrid(directory: Path) -> None:
     """Two front ends, as on two hosts, each with two of four replicas, which it balances itself."""
     store = directory / "store"
@@ -304,23 +275,16 @@ def start_server(directory: Path, store: Path, *flags: str | int) -> Server:
     """Two replicas and two API servers, as is vLLM's default, that wait for a store."""
     return Server(
         save_revealing(0, directory),
-        directory / "server.log",
+        directory,
         *BACKEND_FLAGS,
-        *following(store, engine_id=ENGINE, timeout_s=WAIT_S),
         *("--load-format", "dummy"),
         *map(str, flags),
-        port=free_port(),
         api_servers=len(REPLICAS),
         development=True,
+        store=store,
+        engine_id=ENGINE,
+        timeout_s=WAIT_S,
     )
-
-
-def metrics_of(server: Server) -> list[dict[str, float]]:
-    return [server.connected_anew().metrics_by_engine() for _ in range(6)]
-
-
-def counts_three(metrics: dict[str, float]) -> bool:
-    return all(metrics.get(f"dbuffer_pause_seconds_count of {name}") == 3 for name in NAMES)
 
 
 def start_engine(checkpoint: Path, **more: Any) -> Any:
@@ -331,7 +295,6 @@ if __name__ == "__main__":
     run = {
         "dense": run_dense,
         "lockstep": run_lockstep,
-        "served": run_served,
         "hybrid": run_hybrid,
     }
     judge(lambda directory, role: asyncio.run(run[role](directory)))

@@ -21,9 +21,6 @@ import torch
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.kept import pin
-from dbuffer.testing.moments import at_call, die
 from dbuffer.testing.waiting import until
 from dbuffer.tools import cli
 from tests.support.engines import preforked
@@ -38,13 +35,11 @@ from tests.support.engines.vllm_engines import EXTENSION, TOLD_CHARACTERS, judge
 from tests.support.engines.vllm_servers import (
     API_KEY,
     BACKEND_FLAGS,
-    CANARY_PROMPTS,
     RECOVERY_S,
     WAIT_S,
     Clients,
     PausedError,
     Server,
-    following,
     question,
     tokens_of,
 )
@@ -106,10 +101,7 @@ def follow_server(directory: Path, store: str, url: str, options: str) -> None:
             until("it may go on", lambda: not (directory / "hold").exists(), WAIT_S)
         return "it talks nonsense" if answer_of(url) == tokens_of(BAD) else None
 
-    told["canary"] = {
-        "canary": probe,
-        "prompter": {"prompts": CANARY_PROMPTS, "min_mean_logprob": -13.0},
-    }.get(told.get("engine_id"))
+    told["canary"] = probe if told.get("engine_id") == "canary" else None
     with (
         contextlib.suppress(SystemExit),
         follow(url, store, api_key=API_KEY, **told) as follower,
@@ -200,7 +192,7 @@ class Inside:
             assert self.verify(server) == (EXIT_TIMEOUT, [False])  # which compares nothing
             self.keep_until_done(server, sender)
             self.skip_one(server, sender)
-        last = self.evaluate_under_load(server, 6) if is_soak() else 7
+        last = 7
         server.kill()
         with dbuffer.WeightSender(self.store) as sender:
             self.publish(sender, last + 1)
@@ -227,17 +219,9 @@ class Inside:
         development: bool = False,
         **options: Any,
     ) -> Server:
-        number = len(list(self.directory.glob("server-*.log")))
-        return Server(
-            self.checkpoint,
-            self.directory / f"server-{number}.log",
-            *BACKEND_FLAGS,
-            *following(self.store, timeout_s=timeout_s, **options),
-            *("--load-format", "dummy"),
-            *flags,
-            port=free_port(),
-            development=development,
-        )
+        flags = (*BACKEND_FLAGS, "--load-format", "dummy", *flags)
+        options |= {"store": self.store, "timeout_s": timeout_s}
+        return Server(self.checkpoint, self.directory, *flags, development=development, **options)
 
     def publish(self, sender: dbuffer.WeightSender, version: int) -> None:
         sender.send(revealing_weights(version), version=version, metadata={"evaluate": version})
@@ -269,34 +253,6 @@ class Inside:
         time.sleep(1.0)
         assert server.answer() == tokens_of(6)
         assert sender.receiver_lags() == {}
-
-    def evaluate_under_load(self, server: Server, kept: int) -> int:
-        """Serve a version until clients are done with it; they are done with ``kept``.
-
-        Meanwhile a trainer publishes, and is killed.
-
-        Returns:
-            The newest version, which the server has in the end.
-        """
-        clients = Clients(2, lambda number: server.answer(5 + 40 * number))
-        trainer = start_program(self.directory, "publish", str(self.store), "240")
-        until("it begins", lambda: applied_by(server) > kept, WAIT_S, 0.02)
-        expected = [kept, applied_by(server)]
-        for goal in (15, 25):
-            until(f"version {goal}", lambda goal=goal: newest_version(self.store) >= goal, WAIT_S)
-            if goal == 25:
-                trainer.kill()
-                trainer.wait(WAIT_S)
-            assert server.answer() == tokens_of(expected[-1])
-            assert server.client.post("/weights/done").json()["version"] == expected[-1]
-            newer = newest_version(self.store)
-            until("it has it", lambda: applied_by(server) >= newer, WAIT_S, 0.02)  # noqa: B023
-            expected.append(applied_by(server))
-        answers = [tokens for of_one in clients.stop() for tokens in of_one]
-        seen = {token for tokens in answers for token in tokens}
-        assert seen <= {token_of(version) for version in expected}
-        assert expected[-1] == newest_version(self.store)
-        return expected[-1]
 
     def wait_for_a_version(self, server: Server, sender: dbuffer.WeightSender) -> None:
         assert not server.is_ready_without_version()
@@ -441,19 +397,14 @@ def vllm_metric(server: Server, name: str) -> float:
     return float(value)
 
 
-def applied_by(server: Server) -> int:
-    return int(server.metrics()["version_applied"])
-
-
 def require_refused(directory: Path) -> None:
     """Start a server that must not come up. It has no backend, so that it follows late."""
     store, checkpoint = directory / "store", save_revealing(0, directory)
     weights = revealing_weights(1)
     weights.pop("lm_head.weight")
-    flags = ["--worker-extension-cls", EXTENSION, *following(store)]
     with dbuffer.WeightSender(store) as sender:
         sender.send(weights)
-        server = Server(checkpoint, directory / "misfit.log", *flags, port=free_port())
+        server = Server(checkpoint, directory, "--worker-extension-cls", EXTENSION, store=store)
         assert server.wait_end() > 0
     log = server.log().splitlines()
     [line] = [line for line in log if "this server does not start" in line]
@@ -472,37 +423,13 @@ class Outside:
         self.started = contextlib.ExitStack()
         self.store = directory / "store"
         self.checkpoint = save_revealing(EXPORTED, directory)
-        if is_soak():
-            self.checkpoint = self.export(self.checkpoint)
         self.port = free_port()
         self.gate = self.started.enter_context(FaultyProxy(RunningServer(self.port)))
         self.server: Server
         self.follower: FollowProgram
 
-    def export(self, model: Path) -> Path:
-        """Export a version as the server's checkpoint, while a trainer publishes.
-
-        Kill the export first; that leaves nothing at its place.
-        """
-        store, saved = self.directory / "training", self.directory / "exported"
-        with dbuffer.WeightSender(store) as sender:
-            sender.send(revealing_weights(EXPORTED), version=EXPORTED)
-        pin(DoubleBuffer(store), EXPORTED)
-        trainer = start_program(self.directory, "publish", str(store), "240")
-        until("it publishes", lambda: newest_version(store) > EXPORTED + 2, WAIT_S)
-        what = ["export", str(store), str(saved), "--version", str(EXPORTED)]
-        arguments = [*what, "--model", str(model)]
-        for moment in (9, 0):
-            export = start_program(self.directory, "export", str(moment), *arguments)
-            assert export.wait(WAIT_S) == (-signal.SIGKILL if moment else 0)
-            assert saved.exists() == (moment == 0)
-        trainer.kill()
-        trainer.wait(WAIT_S)
-        return saved
-
     def run(self) -> None:
-        num_ranks = 2 if is_soak() else 1
-        self.server = self.start("extension", "--worker-extension-cls", EXTENSION, tp=num_ranks)
+        self.server = self.start("--worker-extension-cls", EXTENSION)
         self.server.wait_ready()
         fresh = self.check_weights(action="checksum")["checksums"]
         self.follower = self.follow(self.gate.url, pause="wait")
@@ -519,10 +446,9 @@ class Outside:
         assert self.server.terminate() == (0, [])
         self.started.close()
 
-    def start(self, name: str, *flags: str, tp: int = 1) -> Server:
-        log = self.directory / f"{name}.log"
+    def start(self, *flags: str) -> Server:
         flags = (*flags, "--api-key", API_KEY)
-        return Server(self.checkpoint, log, *flags, port=self.port, tp=tp, development=True)
+        return Server(self.checkpoint, self.directory, *flags, port=self.port, development=True)
 
     def follow(self, url: str, store: Path | None = None, **options: Any) -> FollowProgram:
         follower = FollowProgram(store or self.store, url, self.directory, **options)
@@ -636,7 +562,7 @@ class Outside:
         """SIGKILL the server; start it again, in another way; its follower must find that out."""
         self.server.kill()
         version = self.publish()
-        self.server = self.start("backend", *BACKEND_FLAGS)
+        self.server = self.start(*BACKEND_FLAGS)
         self.server.wait_ready()
         self.follower.wait_version(version)
         self.recover(version)
@@ -661,12 +587,7 @@ class Outside:
         self.follower.end()
 
     def follow_a_canary(self) -> None:
-        """Kill the canary's follower in its probe. The next one goes back from the bad version.
-
-        In soaks, clients ask all the time. Then prompts judge instead of a probe.
-        """
-        served = newest_version(self.store)
-        clients = Clients(2, self.ask_unless_paused) if is_soak() else None
+        """Kill the canary's follower in its probe. The next one goes back from the bad version."""
         store, hold = self.directory / "canary", self.directory / "hold"
         canary = self.follow(self.server.url, store, engine_id="canary")
         with dbuffer.WeightSender(store) as sender:
@@ -693,19 +614,6 @@ class Outside:
             sender.wait_applied(4, receivers="other", timeout_s=WAIT_S)
             self.require_served(4)
             assert other.end() == 0
-            if clients is not None:
-                answers = [tokens for of_one in clients.stop() for tokens in of_one]
-                known = {token_of(version) for version in (served, 1, 2, BAD, 4)}
-                assert {token_of(BAD)} < {token for tokens in answers for token in tokens} <= known
-            prompter = self.follow(self.server.url, store, engine_id="prompter")
-            sender.wait_applied(4, receivers="prompter", timeout_s=WAIT_S)
-            weights = revealing_weights(5)
-            weights["lm_head.weight"].fill_(float("nan"))
-            sender.send(weights)
-            with pytest.raises(dbuffer.ReceiverFailedError, match=r"5 .* was refused by prompter"):
-                sender.wait_applied(5, receivers="prompter", timeout_s=WAIT_S)
-            self.recover(4)
-            assert prompter.end() == 0
 
     def kill(self, follower: FollowProgram) -> None:
         follower.process.kill()
@@ -762,10 +670,6 @@ def run(directory: Path, role: str, *arguments: str) -> None:
             follow_server(directory, *arguments)
         case "publish":
             publish(Path(arguments[0]), int(arguments[1]))
-        case "export":
-            if moment := int(arguments[0]):
-                at_call(moment, die)
-            assert cli.run(list(arguments[1:])) == 0
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from typing import Any
 import httpx
 
 import dbuffer
-from dbuffer.integrations.vllm import VersionSpan, versions_of
+from dbuffer.integrations.vllm import VersionSpan, follow, versions_of
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.waiting import until
 from tests.support.engines.tiny_models import (
     revealing_weights,
     save_revealing,
@@ -33,11 +34,10 @@ from tests.support.engines.vllm_servers import (
     MODEL,
     WAIT_S,
     Server,
-    following,
     question,
 )
-from tests.support.ports import free_port
 from tests.support.soak import is_soak
+from tests.support.waiting import error_of
 
 OK, BAD_REQUEST, NOT_FOUND, CONFLICT, INTERNAL, UNAVAILABLE = 200, 400, 404, 409, 500, 503
 STREAMS = 20
@@ -62,14 +62,16 @@ class Program:
             flags += ["--data-parallel-size", str(num_replicas)]
         self.server = Server(
             checkpoint,
-            directory / "server.log",
+            directory,
             *BACKEND_FLAGS,
-            *following(self.store, engine_id="policy", timeout_s=WAIT_S),
             *("--load-format", "dummy", "--max-num-seqs", str(STREAMS)),
             *("--max-model-len", "1024", "--hf-overrides", '{"max_position_embeddings": 1024}'),
             *flags,
-            port=free_port(),
             api_servers=num_replicas,
+            development=num_replicas > 1,
+            store=self.store,
+            engine_id="policy",
+            timeout_s=WAIT_S,
         )
         self.client = httpx.AsyncClient(
             base_url=self.server.url,
@@ -79,7 +81,9 @@ class Program:
 
     def publish(self, version: int) -> None:
         metadata = {"step": STEPS_PER_VERSION * version, "run": "test"}
-        self.sender.send(revealing_weights(version), version=version, metadata=metadata)
+        self.newest = self.sender.send(
+            revealing_weights(version), version=version, metadata=metadata
+        ).version
 
     async def follow(self, version: int) -> None:
         await asyncio.to_thread(self.publish, version)
@@ -368,6 +372,27 @@ def problems_of(response: dict[str, Any], headers: dict[str, str]) -> list[Any]:
     return [f"{problem}: {choice}, {headers}" for problem in problems]
 
 
+def tell_replicas_apart(program: Program) -> None:
+    """Each API server counts each replica's switches, and nobody drives replicas from outside."""
+    server, newest = program.server, program.newest
+    refusal = str(error_of(lambda: follow(server.url, program.store).close()))
+    assert "replicas that switch independently" in refusal
+    assert "--middleware dbuffer.integrations.vllm.FollowStore" in refusal
+    program.sender.wait_applied(newest, receivers=["policy", "policy.dp-1"], timeout_s=WAIT_S)
+
+    def has_counted() -> bool:
+        # A connection is of one API server; which, the kernel chooses.
+        seen = [server.connected_anew().metrics_by_engine() for _ in range(6)]
+        return all(
+            metrics.get(f"dbuffer_version_applied of {name}") == newest
+            and metrics[f"dbuffer_following of {name}"] == 1
+            for metrics in seen
+            for name in ("policy", "policy.dp-1")
+        )
+
+    until("all replicas are counted", has_counted, WAIT_S, 0.1)
+
+
 async def serve(directory: Path, num_replicas: int) -> None:
     program = Program(directory, num_replicas)
     with program.sender:
@@ -381,6 +406,8 @@ async def serve(directory: Path, num_replicas: int) -> None:
             await switch_in_a_long_request(program)
             ends = [asyncio.create_task(one) for one in wait_for_ever(program)]
         await label_right_under_load(program, 4)
+        if num_replicas > 1:
+            await asyncio.to_thread(tell_replicas_apart, program)
     ended = program.server.terminate()
     assert num_replicas > 1 or ended == (0, [])
     if num_replicas == 1:

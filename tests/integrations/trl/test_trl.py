@@ -1,8 +1,8 @@
 """TRL's trainers over a store: real ones, on a real vLLM server that follows by itself.
 
 One program trains a whole model, and lets TRL's asynchronous trainer's code send; in soaks also
-with the weights held back, an adapter, in whose training the server is killed and started again,
-and a sharded model, on two ranks of torchrun.
+an adapter, in whose training the server is killed and started again, and a sharded model, on two
+ranks of torchrun.
 """
 
 from __future__ import annotations

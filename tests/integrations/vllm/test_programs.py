@@ -31,11 +31,9 @@ PROGRAMS = [
     program("adapters", "follow", *NEEDS_PEFT, ANSWERS_TELL_VERSIONS, processes=True),
     program("adapters", "refused", *NEEDS_PEFT, IN_SOAKS_ALONE, processes=True),
     program("async", "one-rank", ANSWERS_TELL_VERSIONS),
-    program("async", "two-ranks", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE, processes=True),
     program("async", "drafted", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE, processes=True),
     program("async", "short-of-cache", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE),
     program("caches"),
-    program("caches", "served", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE, processes=True),
     program("canary", processes=True),
     program("contract"),
     program("dead_core", processes=True),
@@ -46,7 +44,7 @@ PROGRAMS = [
     program("ranks", processes=True),
     *(
         program("replicas", role, ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE)
-        for role in ("dense", "lockstep", "served", "hybrid")
+        for role in ("dense", "lockstep", "hybrid")
     ),
     program("stages"),
     program("versions", "1", ANSWERS_TELL_VERSIONS, processes=True),

@@ -18,6 +18,7 @@ from dbuffer.testing.waiting import until
 from tests.support.engines import preforked
 from tests.support.engines.tiny_models import token_of
 from tests.support.engines.vllm_engines import BLOCK_TOKENS, environment
+from tests.support.ports import free_port
 
 WAIT_S = 300
 """For anything that is waited for in the programs, a server's start on a busy machine included."""
@@ -39,10 +40,9 @@ CANARY_PROMPTS = [list(range(5, 12)), list(range(40, 44))]
 FOLLOWS = ("--middleware", "dbuffer.integrations.vllm.FollowStore")
 
 
-def following(store: Path, **options: Any) -> list[str]:
-    """Flags of a server that follows a store by itself."""
-    settings = {"dbuffer": {"store": str(store), **options}}
-    return ["--additional-config", json.dumps(settings), *FOLLOWS]
+def following(**options: Any) -> list[str]:
+    """Flags of a server that follows by itself."""
+    return ["--additional-config", json.dumps({"dbuffer": options}, default=str), *FOLLOWS]
 
 
 def question(length: int) -> dict[str, Any]:
@@ -111,18 +111,21 @@ class EngineServer:
 
 
 class Server(EngineServer):
-    """A vLLM server."""
+    """A vLLM server, which follows a store by itself if there are ``options``."""
 
     def __init__(
         self,
         checkpoint: Path,
-        log: Path,
+        directory: Path,
         *flags: str,
-        port: int,
+        port: int | None = None,
         tp: int = 1,
         development: bool = False,
         api_servers: int = 1,
+        **options: Any,
     ) -> None:
+        port = port or free_port()
+        log = directory / f"server-{len(list(directory.glob('server-*.log')))}.log"
         shape = {
             "--port": port,
             "--dtype": "float32",
@@ -139,10 +142,11 @@ class Server(EngineServer):
         command = ["-m", *module]
         command += ["--served-model-name", MODEL, "--skip-tokenizer-init", "--enforce-eager"]
         command += [str(word) for pair in shape.items() for word in pair]
+        command += following(**options) if options else []
         command += flags  # last, so that they count where both say something
         more = {"VLLM_SERVER_DEV_MODE": "1"} if development else {}
         if api_servers > 1:  # vLLM's command wants to know its version from a package of this name
-            more["PYTHONPATH"] = os.pathsep.join([vllm_metadata(log.parent), *sys.path])
+            more["PYTHONPATH"] = os.pathsep.join([vllm_metadata(directory), *sys.path])
         process = preforked.start(
             command,
             env=environment(processes=True, **more),
@@ -181,14 +185,13 @@ class Server(EngineServer):
         until("its processes end", lambda: not any(map(is_alive, started)), RECOVERY_S)
         return self._process.wait(WAIT_S)
 
-    def answer(self, length: int = 5, replica: int | None = None) -> list[int]:
-        """Tokens that it answers a prompt with; that one of several replicas does.
+    def answer(self, length: int = 5) -> list[int]:
+        """Tokens that it answers a prompt with.
 
         Raises:
             PausedError: the server refuses requests until it is resumed.
         """
-        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
-        response = self.client.post("/v1/completions", json=question(length), headers=headers)
+        response = self.client.post("/v1/completions", json=question(length))
         if response.status_code == 503 and "Generation is paused" in response.text:
             raise PausedError
         assert response.status_code == 200, response.text
