@@ -1,7 +1,7 @@
 """Switches by copies alone, in real engines that are not what a plan takes for granted.
 
-A layer that something replaces while it serves; a reranker that computes its head from its
-embedding; and a model that keeps buffers beside its parameters.
+Weights that something replaces while they serve; a reranker that computes its head from its
+embedding; and a model that keeps buffers and a cached head beside its parameters.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import dbuffer
 from dbuffer.integrations.vllm import follow
 from tests.support.engines.tiny_models import SHAPE, save_mixed, save_tokenizer, weights_in
 from tests.support.engines.vllm_engines import (
+    counted_reloads,
     following,
     greedy,
     judge,
@@ -30,9 +31,9 @@ def run(directory: Path) -> None:
     set_packing(packed=False)
     base = save_qwen3(directory / "base", num_hidden_layers=3)
     llm = start_llm(base, how="none")
-    refuse_a_layer_that_was_replaced(directory / "replaced store", base, llm)
+    fill_what_replaced_a_parameter_and_refuse_a_layer(directory, base, llm)
     refuse_a_reranker_that_computes_its_head(directory)
-    keep_buffers(directory)
+    keep_buffers_and_renew_a_cached_head(directory)
 
 
 def save_qwen3(path: Path, **more: Any) -> Path:
@@ -44,20 +45,57 @@ def save_qwen3(path: Path, **more: Any) -> Path:
     return path
 
 
-def refuse_a_layer_that_was_replaced(store: Path, base: Path, llm: Any) -> None:
-    """Refuse to fill a layer that vLLM has not made, and one whose memory another one has."""
+def fill_what_replaced_a_parameter_and_refuse_a_layer(
+    directory: Path, base: Path, llm: Any
+) -> None:
     model, weights = model_of(llm), weights_in(base)
     mlp = model.model.layers[1].mlp
-    with dbuffer.WeightSender(store) as sender, follow(llm, store) as follower:
-        for _ in range(2):
-            sender.send(weights)
+
+    def replace(parameter: Any) -> torch.nn.Parameter:
+        like = torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
+        like.__class__ = parameter.__class__
+        like.__dict__.update(parameter.__dict__)
+        return like
+
+    def replace_parameter() -> None:
+        mlp.down_proj.weight = replace(mlp.down_proj.weight)
+
+    published = [weights[f"model.{name}.weight"] for name in ("layers.1.mlp.down_proj", "norm")]
+
+    def send() -> None:
+        for tensor in published:
+            tensor += 0.1
+        sender.send(weights)
+
+    store = directory / "replaced store"
+    with (
+        dbuffer.WeightSender(store) as sender,
+        follow(llm, store) as follower,
+        counted_reloads(llm) as reloads,
+    ):
+
+        def switch() -> None:
+            send()
             assert follower.sync() is not None
+            served = [mlp.down_proj.weight.detach(), model.model.norm.weight.detach()]
+            assert all(map(torch.equal, served, published))
+
+        switch()
+        switch()
+        assert follower.sync(force=True) is not None
+        replace_parameter()
+        switch()
+        reloads.clear()
+        switch()
+        assert reloads == []
+        replace_parameter()
+        assert follower.sync(force=True) is not None
+        switch()
         # vLLM knows the layers that it has made, and would empty this one.
         layer = copy(mlp.down_proj)
-        weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
-        layer._parameters = {"weight": weight}
+        layer._parameters = {"weight": replace(layer.weight)}
         mlp.down_proj, before = layer, mlp.down_proj
-        sender.send(weights)
+        send()
         for force in (False, True):
             error = error_of(lambda force=force: follower.sync(force=force))
             assert "something replaced model.layers.1.mlp.down_proj since" in error
@@ -99,7 +137,7 @@ def refuse_a_reranker_that_computes_its_head(directory: Path) -> None:
     assert after == before
 
 
-def keep_buffers(directory: Path) -> None:
+def keep_buffers_and_renew_a_cached_head(directory: Path) -> None:
     """Switch by a reload and by copies, and after a reset of vLLM's weight checker."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -114,10 +152,14 @@ def keep_buffers(directory: Path) -> None:
                 ("alias", norm.weight.data),
             ):
                 norm.register_buffer(name, value, persistent=False)
+            self.head = -1, torch.empty(0)
 
-        def compute_logits(self, hidden: torch.Tensor) -> Any:
+        def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
             self.model.norm.filled.fill_(3.0)
-            return super().compute_logits(hidden)
+            weight = self.lm_head.weight
+            if self.head[0] != weight._version:
+                self.head = weight._version, weight.double()
+            return (hidden.double() @ self.head[1].T).float()
 
     ModelRegistry.register_model("Qwen3ForCausalLM", Caching)
     checkpoint = save_qwen3(directory / "caching", tie_word_embeddings=False)
@@ -130,6 +172,8 @@ def keep_buffers(directory: Path) -> None:
     def state(_: Any) -> Any:
         greedy(llm, 1)
         norm = model.model.norm
+        head = weights["lm_head.weight"]
+        assert torch.equal(model.head[1][: len(head)], head.double())  # vLLM pads the vocabulary
         assert torch.equal(norm.alias, weights["model.norm.weight"])
         assert (float(norm.scalar), norm.filled.tolist()) == (0.75, [3.0, 3.0])
         return checksums()
