@@ -9,8 +9,8 @@ import math
 import threading
 from typing import Any, Self
 
+from dbuffer.engine.contract import Switch
 from dbuffer.engine.follower import Follower
-from dbuffer.engine.reporting import Switch
 from dbuffer.errors import EngineEndedError, WaitTimeoutError
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing, join

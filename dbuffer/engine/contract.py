@@ -121,6 +121,25 @@ def describe_weights(version: Lineage | None) -> str:
     return f"version {version.id.number}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """A switch of an engine to a version."""
+
+    version: int
+    stage_s: float
+    """Seconds to get the version ready on the engine's first rank, while the engine served."""
+    wait_s: float
+    """Seconds from the time the follower saw the version in the store until all ranks had it
+    ready."""
+    pause_s: float
+    """Seconds from the call to pause to the end of the call to resume, including waits for
+    requests."""
+    load_s: float
+    """Part of ``pause_s`` that the ranks take to agree on the version and load it."""
+    num_bytes: int
+    """Bytes that the first rank loaded."""
+
+
 PauseMode = Literal["keep", "wait", "abort", "in_place"]
 """Treatment of requests in flight during a switch: finish them first (``wait``), ``abort`` them,
 ``keep`` them and recompute their KV caches with the new weights, or keep requests and caches

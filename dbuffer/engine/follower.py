@@ -38,13 +38,14 @@ from dbuffer.engine.contract import (
     PauseMode,
     RankAnswer,
     RankRequest,
+    Switch,
     WeightLabel,
     describe_weights,
     served_by,
     worst_of,
 )
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.engine.reporting import FollowerReport, Switch
+from dbuffer.engine.reporting import FollowerReport
 from dbuffer.engine.store_view import StoreView, engine_id_of
 from dbuffer.format.layout import TensorSpec
 from dbuffer.format.lineage import Lineage, VersionId, number_of

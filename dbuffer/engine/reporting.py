@@ -11,9 +11,9 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from dbuffer.engine.contract import Switch
 from dbuffer.errors import DBufferError
 from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import Lag, Manifest, ReceiverRecord, lag_between, step_in
@@ -39,25 +39,6 @@ of the version that the engine serves."""
 _NO_LAGS: dict[str, None] = dict.fromkeys(("lag_versions", "lag_steps", "lag_seconds"))
 
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Switch:
-    """A switch of an engine to a version."""
-
-    version: int
-    stage_s: float
-    """Seconds to get the version ready on the engine's first rank, while the engine served."""
-    wait_s: float
-    """Seconds from the time the follower saw the version in the store until all ranks had it
-    ready."""
-    pause_s: float
-    """Seconds from the call to pause to the end of the call to resume, including waits for
-    requests."""
-    load_s: float
-    """Part of ``pause_s`` that the ranks take to agree on the version and load it."""
-    num_bytes: int
-    """Bytes that the first rank loaded."""
 
 
 class FollowerReport:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
         LOADER as LOADER,
         OfflineEngine as OfflineEngine,
         ServerEngine as ServerEngine,
+        follow as follow,
     )
-    from dbuffer.integrations.sglang.follow_sglang import follow as follow
-    from dbuffer.integrations.sglang.loader import load_from_store as load_from_store
+    from dbuffer.integrations.sglang.rank import load_from_store as load_from_store
     from dbuffer.integrations.version_spans import VersionSpan as VersionSpan
     from dbuffer.integrations.version_spans import versions_of as versions_of
 else:
@@ -34,8 +34,8 @@ else:
             "OfflineEngine": ".sglang_engine",
             "ServerEngine": ".sglang_engine",
             "VersionSpan": "dbuffer.integrations.version_spans",
-            "follow": ".follow_sglang",
-            "load_from_store": ".loader",
+            "follow": ".sglang_engine",
+            "load_from_store": ".rank",
             "versions_of": "dbuffer.integrations.version_spans",
         },
     )

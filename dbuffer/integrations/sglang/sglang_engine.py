@@ -1,4 +1,4 @@
-"""`Engine` implementations for SGLang: an ``sglang.Engine`` in this process, and a server.
+"""`follow`, and `Engine` implementations for SGLang: an ``sglang.Engine``, and a server.
 
 SGLang passes only tensors to its ``custom_weight_loader``. So dbuffer encodes a request as the name
 of an empty tensor, and each rank then reads the weights from the store.
@@ -11,10 +11,11 @@ import json
 import os
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
+from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.contract import (
     Engine,
     EngineFacts,
@@ -24,6 +25,7 @@ from dbuffer.engine.contract import (
     WeightLabel,
 )
 from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.follower import Follower
 from dbuffer.engine.server import EngineServer
 from dbuffer.errors import EngineBusyError, EngineUpdateError, OptionError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
@@ -31,7 +33,9 @@ from dbuffer.store.buffer import DoubleBuffer
 
 LOADER = "dbuffer.integrations.sglang.load_from_store"
 
-_PAUSES = {"keep": "retract", "abort": "abort"}
+SglangPause = Literal["keep", "abort"]
+
+_PAUSES: dict[PauseMode, str] = {"keep": "retract", "abort": "abort"}
 """Names of dbuffer's pause modes in SGLang, which has no mode that waits for requests to finish."""
 
 # dbuffer updates an engine in SGLang's update session. In a session for the target model, SGLang
@@ -265,3 +269,61 @@ def sglang_engine_of(target: Any, *, api_key: str | None = None) -> OfflineEngin
     if hasattr(target, "tokenizer_manager") and hasattr(target, "update_weights_from_tensor"):
         return OfflineEngine(target)
     raise UnsupportedError(f"a {type(target).__name__} is not an engine of SGLang")
+
+
+@overload
+def follow(
+    engine: str,
+    store: str | os.PathLike[str],
+    *,
+    pause: SglangPause = "keep",
+    api_key: str | None = None,
+    **options: Any,
+) -> BackgroundFollower: ...
+
+
+@overload
+def follow(
+    engine: Any,
+    store: str | os.PathLike[str],
+    *,
+    pause: SglangPause = "keep",
+    api_key: str | None = None,
+    **options: Any,
+) -> Follower: ...
+
+
+def follow(
+    engine: Any,
+    store: str | os.PathLike[str],
+    *,
+    pause: SglangPause = "keep",
+    api_key: str | None = None,
+    **options: Any,
+) -> Follower | BackgroundFollower:
+    """Keep an SGLang engine on a store's newest version.
+
+    Args:
+        engine: an ``sglang.Engine`` or the URL of a server, which must have been started with
+            ``custom_weight_loader=["dbuffer.integrations.sglang.load_from_store"]``. For an
+            ``Engine``, call the follower's ``sync()`` between generations. A server is switched in
+            the background, until ``close()``.
+        store: the store's directory, as this process and the engine's processes see it.
+        pause: treatment of requests in flight during a switch of a server. ``"keep"``: they
+            continue with the new weights, after SGLang has recomputed their caches (SGLang's
+            ``retract``). ``"abort"``: they are aborted.
+        api_key: API key of a server.
+        **options: fields of :class:`EngineOptions`.
+
+    Raises:
+        OptionError: (a ``ValueError``) an option is invalid.
+        VersionError: the ``version`` to serve is no longer in the store.
+        UnsupportedError: the engine, as it was started, cannot follow.
+    """
+    chosen = EngineOptions.parse({"store": store, **options})
+    driven = sglang_engine_of(engine, api_key=api_key)
+    follower = Follower(driven, chosen, pause=pause)
+    if not isinstance(driven, OfflineEngine):
+        return BackgroundFollower(follower)
+    follower.start()
+    return follower

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from dbuffer.engine.contract import Engine
+from dbuffer.engine.contract import Engine, Switch
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
-from dbuffer.engine.reporting import Switch
 from dbuffer.errors import (
     ClosedError,
     DBufferError,

@@ -1,8 +1,8 @@
 """vLLM engines that follow a store: an ``LLM``, an ``AsyncLLM`` or a server.
 
-`plugin` adds dbuffer's code to each process of vLLM. In the workers, `backend` answers calls of
-vLLM's weight transfer, `rank` loads versions into the model, and `workers` detects vLLM's own
-writes of weights. In the engine core, `core` labels each token with a version, and pauses the
+`plugin` adds dbuffer's code to each process of vLLM, and detects vLLM's own writes of weights. In
+the workers, `backend` answers calls of vLLM's weight transfer, and `rank` loads versions into the
+model. In the engine core, `core` labels each token with a version, and pauses the
 engine. In the front end, `vllm_engine` sends a follower's calls to the engine; `requests` and
 `responses` report versions to a server's clients.
 

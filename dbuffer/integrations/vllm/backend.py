@@ -23,12 +23,11 @@ from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateReq
 from dbuffer.errors import EngineUpdateError, OptionError, UnsupportedError, VersionError
 from dbuffer.format.lineage import Count, VersionId
 from dbuffer.integrations.vllm.config import options_of, require_droppable
-from dbuffer.integrations.vllm.rank import WorkerRank, raising_once
+from dbuffer.integrations.vllm.rank import WorkerRank, draft_of, raising_once
 from dbuffer.integrations.vllm.sparse_patches import (
     trainer_send_sparse_weights,
     trainer_send_weights,
 )
-from dbuffer.integrations.vllm.workers import draft_of
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks

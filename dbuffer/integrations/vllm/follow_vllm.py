@@ -17,11 +17,10 @@ from typing import Any, Protocol, overload
 
 from dbuffer import errors
 from dbuffer.engine.background import BackgroundFollower
-from dbuffer.engine.contract import PauseMode, RankRequest, WeightLabel
+from dbuffer.engine.contract import PauseMode, RankRequest, Switch, WeightLabel
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
 from dbuffer.engine.rank_channel import RANK_TIMEOUT_S
-from dbuffer.engine.reporting import Switch
 from dbuffer.errors import DBufferError, EngineUpdateError, OptionError, UnsupportedError
 from dbuffer.integrations.vllm.config import replicas_of
 from dbuffer.integrations.vllm.vllm_engine import (

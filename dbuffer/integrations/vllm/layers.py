@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +38,9 @@ from dbuffer.engine.plan.copy_plan import NotAloneError
 from dbuffer.engine.plan.load_trace import storage_of, tables_of
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
-from dbuffer.integrations.vllm.workers import Draft
+
+if TYPE_CHECKING:
+    from dbuffer.integrations.vllm.rank import Draft
 
 _HOOK = "process_weights_after_loading"
 

@@ -1,20 +1,45 @@
-"""Plugin for vLLM. vLLM calls `register` in each of its processes."""
+"""Plugin for vLLM. vLLM calls `register` in each of its processes.
+
+In workers, dbuffer must notice each call that writes or discards weights without dbuffer. It also
+records the worker that is loading its models: the worker has the draft model of speculative
+decoding, but vLLM does not pass the worker to a weight transfer backend.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from dbuffer.integrations.vllm.config import BACKEND, CALL, LOAD_ADAPTER
+from dbuffer.engine.contract import WEIGHTS
+from dbuffer.engine.endpoint import falling_asleep, loading, waking_up, watch
+from dbuffer.integrations.vllm.config import BACKEND, CALL, LOAD_ADAPTER, has_backend
+from dbuffer.integrations.vllm.core import (
+    KEEPS_WEIGHTS,
+    RELOADS,
+    TRANSFERS,
+    add_pauses,
+    label_cores,
+    tell_labels,
+)
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
 NEWEST = (0, 33)
+
+LOADING_WORKER: ContextVar[Any] = ContextVar("worker that loads its models", default=None)
+
+_PARTS = (WEIGHTS, "kv_cache")
+"""vLLM's tags of the memory that sleeps."""
+
+_Context = AbstractContextManager[None]
 
 
 def register() -> None:
@@ -44,9 +69,6 @@ def _extend() -> None:
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from dbuffer.integrations.vllm.core import add_pauses, label_cores, tell_labels
-    from dbuffer.integrations.vllm.workers import watch_workers
-
     watch_workers(WorkerWrapperBase)
     label_cores(EngineCore)
     add_pauses(EngineCoreProc, DPEngineCoreProc)
@@ -74,6 +96,61 @@ def log_as_vllm() -> None:
     log.setLevel(log_of_vllm.level)
     # The root logger may get a handler later, which must not log each line a second time.
     log.propagate = False
+
+
+@contextlib.contextmanager
+def loading_models(wrapper: Any, *_: Any, **__: Any) -> Iterator[None]:
+    """Record which worker is loading its models inside the ``with`` block.
+
+    ``wrapper`` is vLLM's ``WorkerWrapperBase``, which contains the worker.
+    """
+    token = LOADING_WORKER.set(wrapper.worker)
+    try:
+        yield
+    finally:
+        LOADING_WORKER.reset(token)
+
+
+def watch_workers(wrapper: type) -> None:
+    """Wrap the methods that load, write or discard weights, so that dbuffer notices each call.
+
+    ``wrapper`` is vLLM's ``WorkerWrapperBase``, the class around a worker.
+    """
+    around: dict[str, Callable[..., _Context]] = {
+        "load_model": loading_models,
+        "sleep": _sleeping,
+        "wake_up": _waking_up,
+        "discard": _discarding,
+        **{name: partial(_noting_load, name) for name in (*RELOADS, *TRANSFERS)},
+    }
+    for name, context in around.items():
+        watch(wrapper, name, context, _method_of_worker(name))
+
+
+def _method_of_worker(name: str) -> Callable[..., Any]:
+    def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(wrapper.worker, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+def _sleeping(wrapper: Any, level: int = 1, **_: Any) -> _Context:
+    return falling_asleep(wrapper.worker.get_model(), _PARTS, is_lost=level > KEEPS_WEIGHTS)
+
+
+def _discarding(wrapper: Any, tags: Collection[str]) -> _Context:
+    return falling_asleep(wrapper.worker.get_model(), tags, is_lost=WEIGHTS in tags)
+
+
+def _waking_up(wrapper: Any, tags: Collection[str] | None = None) -> _Context:
+    return waking_up(wrapper.worker.get_model, tags)
+
+
+def _noting_load(name: str, wrapper: Any, *_: Any, **__: Any) -> _Context:
+    worker = wrapper.worker
+    is_ours = name in TRANSFERS and has_backend(worker.vllm_config)
+    return nullcontext() if is_ours else loading(worker.get_model, name)
 
 
 def _load_adapter(wrapper: Any, name: str, number: int, path: str) -> str | None:

@@ -35,7 +35,7 @@ class Wrapper:
 
 
 def test_parts_are_asleep_until_each_was_woken():
-    from dbuffer.integrations.vllm.workers import watch_workers
+    from dbuffer.integrations.vllm.plugin import watch_workers
 
     watch_workers(Wrapper)
     wrapper: Any = Wrapper()
