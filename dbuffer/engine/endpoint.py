@@ -77,17 +77,10 @@ class RankEndpoint:
             endpoint = cls()
             setattr(model, ENDPOINT_ATTR, endpoint)
             for part in model.modules() if isinstance(model, torch.nn.Module) else (model,):
-                watch(part, "load_weights", endpoint._noting_load)
+                watch(part, "load_weights", lambda *_, **__: loading(lambda: model, "load_weights"))
         return endpoint
 
     # Weights written or moved by other code
-
-    @contextlib.contextmanager
-    def _noting_load(self, *_: Any, **__: Any) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.note_foreign_load("load_weights")
 
     def note_foreign_load(self, cause: str) -> None:
         # Skip dbuffer's own loads. Also skip calls after the first, because some loaders cause a
