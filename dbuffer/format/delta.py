@@ -37,9 +37,9 @@ has tensors at both ends of a file of terabytes. The sum of a chunk's gaps stays
 
 MAX_HEADER_BYTES = 1 << 26
 
-CHUNK_BYTES = 4 << 20
-"""Bytes of a version that are compared to make one chunk, and most bytes that a chunk changes. A
-thread needs memory in proportion to this size."""
+MAX_CHANGED_BYTES = 4 << 20
+"""Largest size in bytes of a chunk's changed words. A thread that makes or applies a chunk needs
+memory in proportion to this size."""
 
 
 class Chunk(NamedTuple):
@@ -151,7 +151,7 @@ def _check_chunks(chunks: list[Chunk], layout: Layout) -> None:
             before < chunk.start < chunk.end <= layout.checksums_offset
             and chunk.word_bytes in (1, 2, 4, 8)
             and chunk.start % chunk.word_bytes == chunk.num_bytes % chunk.word_bytes == 0
-            and 0 < chunk.num_changed * chunk.word_bytes <= min(chunk.num_bytes, CHUNK_BYTES)
+            and 0 < chunk.num_changed * chunk.word_bytes <= min(chunk.num_bytes, MAX_CHANGED_BYTES)
             and lengths <= chunk.stored_bytes <= lengths + raw_bytes
         ):
             raise StoreCorruptError(
@@ -174,8 +174,9 @@ def _compressor() -> Any:
     if not hasattr(_of_thread, "compressor"):
         zstandard = require_compression()
         # A delta's bytes are nearly random. Huffman coding shortens them, but matches (repeated
-        # strings of bytes) only cost time and space. With these parameters, zstd finds few matches,
-        # and the result has 2 to 10 % fewer bytes than with plain level 1.
+        # strings of bytes) cost time and space. With these parameters, zstd finds few matches. For
+        # Gaussian updates of bfloat16, the result has 2 to 11 % fewer bytes than with plain level
+        # 1. If all words change by one, it has equally many, and encoding takes a seventh longer.
         parameters = zstandard.ZstdCompressionParameters.from_level(
             1,
             strategy=zstandard.STRATEGY_FAST,

@@ -7,9 +7,10 @@ Versions in a GPU's memory are compared there, with torch, and only changed word
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -18,10 +19,17 @@ import numpy.typing as npt
 import torch
 
 from dbuffer.format import delta
-from dbuffer.format.delta import CHUNK_BYTES, GAP_BYTES, Chunk
+from dbuffer.format.delta import GAP_BYTES, MAX_CHANGED_BYTES, Chunk
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
+
+CHUNK_BYTES = 16 << 20
+"""Bytes of a version that become one chunk, unless `MAX_CHANGED_BYTES` of them changed. On two CPU
+cores, applying such chunks takes three quarters of the time of chunks of 4 MiB."""
+
+_COMPARED_BYTES = 4 << 20
+"""Bytes of a version that are compared at a time."""
 
 Words = npt.NDArray[Any]
 
@@ -118,12 +126,15 @@ def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copi
 
 def _ranges(layout: Layout) -> list[_Range]:
     """Cut a version into ranges. The word size of a range is the size of its smallest elements."""
-    ranges = []
-    for start in range(0, layout.checksums_offset, CHUNK_BYTES):
-        end = min(start + CHUNK_BYTES, layout.checksums_offset)
-        sizes = layout.byte_ranges.within(start, end).word_bytes
-        if len(sizes):
-            ranges.append((start, end, int(sizes.min())))
+    ranges: list[_Range] = []
+    for start in range(0, layout.checksums_offset, _COMPARED_BYTES):
+        end = min(start + _COMPARED_BYTES, layout.checksums_offset)
+        if not len(sizes := layout.byte_ranges.within(start, end).word_bytes):
+            continue
+        width = int(sizes.min())
+        if ranges and ranges[-1][1:] == (start, width) and end - ranges[-1][0] <= CHUNK_BYTES:
+            start, _, _ = ranges.pop()
+        ranges.append((start, end, width))
     return ranges
 
 
@@ -140,14 +151,15 @@ def _encode(
     num_bytes = 0
     starts = None if file_starts is None else np.array(file_starts, np.int64)
 
-    def work(first: int, last: int) -> None:
+    def changes_in(start: int, end: int, width: int) -> Iterator[tuple[Integers, Words]]:
         nonlocal num_bytes
-        for start, end, width in ranges[first:last]:
+        for at in range(start, end, _COMPARED_BYTES):
             if num_bytes > max_bytes:
                 return
-            places, differences = find(start, end, width)
-            places += start // width
-            tensors = layout.byte_ranges.within(start, end).in_words(width)
+            to = min(at + _COMPARED_BYTES, end)
+            places, differences = find(at, to, width)
+            places += at // width
+            tensors = layout.byte_ranges.within(at, to).in_words(width)
             counts = tensors.counts(places)
             if counts.sum() < len(places):  # some are in the padding between tensors
                 inside = tensors.owners(places) >= 0
@@ -155,20 +167,41 @@ def _encode(
             changed.update(tensors.tensors[counts > 0].tolist())
             if starts is not None:
                 places += (starts[tensors.tensors] // width - tensors.starts).repeat(counts)
-            if len(places):
-                chunks.append(_encode_chunk(places, differences))
             num_bytes += width * len(places)  # may miss what another thread adds now: no harm
+            yield places, differences
+
+    def work(first: int, last: int) -> None:
+        for of_range in itertools.starmap(changes_in, ranges[first:last]):
+            for group in _groups(of_range):
+                chunks.append(_encode_chunk(*map(np.concatenate, zip(*group, strict=True))))
 
     copier.in_parallel(work, copier.cut_work([end - start for start, end, _ in ranges]))
     return Changes(sorted(chunks), changed)
+
+
+def _groups(
+    changes: Iterable[tuple[Integers, Words]],
+) -> Iterator[list[tuple[Integers, Words]]]:
+    """Group changed words so that each group fits into a chunk."""
+    group: list[tuple[Integers, Words]] = []
+    num_bytes = 0
+    for places, differences in changes:
+        num_bytes += differences.nbytes
+        if num_bytes > MAX_CHANGED_BYTES:
+            yield group
+            group, num_bytes = [], differences.nbytes
+        if len(places):
+            group.append((places, differences))
+    if group:
+        yield group
 
 
 class _Scratch(threading.local):
     """One thread's buffers for comparing a range. Allocating them takes longer than comparing."""
 
     def __init__(self) -> None:
-        self.differences = np.empty(CHUNK_BYTES, np.uint8)
-        self.flags = np.empty(CHUNK_BYTES // 8, np.bool_)
+        self.differences = np.empty(_COMPARED_BYTES, np.uint8)
+        self.flags = np.empty(_COMPARED_BYTES // 8, np.bool_)
 
 
 def _compare(old: Words, new: Words, scratch: _Scratch) -> tuple[Integers, Words]:

@@ -47,6 +47,7 @@ def copier():
 def small_chunks(monkeypatch):
     """Chunks of a few words."""
     monkeypatch.setattr(io_changes, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(io_changes, "_COMPARED_BYTES", 256)
 
 
 def positions_of(step, copier):
