@@ -23,7 +23,7 @@ from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.changes import Changes, find_changes
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import apply_delta, changed_places, encode_delta
+from dbuffer.io.delta import apply_delta, encode_delta
 from dbuffer.io.tensors import FileTensors
 
 _RUN = "0" * 16
@@ -154,9 +154,11 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
         lambda start, size: encoded[start : start + size], layout, versions.layout_xxh3
     )
     target, copied = _contents(layout), _contents(layout)
-    words = np.frombuffer(target.raw, np.uint16)
-    places = changed_places(decoded, chunks.__getitem__, copier) // 2
-    values = np.frombuffer(versions.after.raw, np.uint16)[places]
+    words, old, new = (
+        np.frombuffer(one.raw, np.uint16) for one in (target, versions.before, versions.after)
+    )
+    (places,) = (old != new).nonzero()
+    values = new[places]
     tensors = versions.after.views
     del before
     times_s: Times = defaultdict(list)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-
-import numpy as np
 
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.delta import DeltaHeader, decode_header
@@ -16,7 +15,7 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import naming
 from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import ReadChunk, apply_delta, changed_places, elements_at
+from dbuffer.io.delta import ReadChunk, apply_delta, changed_elements, merge_elements
 from dbuffer.io.tensors import FileTensors, unpack_checksums
 from dbuffer.io.transfer import read_tensors
 from dbuffer.store import filesystem
@@ -66,11 +65,11 @@ class ChainReader:
 
         The result has ascending flat positions in each tensor, keyed by the tensor's index.
         """
-        places = [
-            self._use(later, lambda header, read: changed_places(header, read, copier))
+        parts = [
+            self._use(later, lambda header, read: changed_elements(header, read, copier))
             for later in self._opened.manifest.deltas_after(version)
         ]
-        return elements_at(self._layout, np.concatenate([np.empty(0, np.int64), *places]))
+        return merge_elements(itertools.chain(*parts), copier)
 
     def expected(self, verified: Mapping[VersionId, list[int]]) -> list[int] | None:
         """Return the checksums that the open version's tensors had when they were published.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -77,35 +78,65 @@ def apply_delta(
     copier.in_parallel(work, _cut_chunks(header, copier))
 
 
-def changed_places(header: DeltaHeader, read_chunk: ReadChunk, copier: Copier) -> Integers:
-    """Return the offset in the weights file of each word that a delta changes, in any order."""
-    parts = [np.empty(0, np.int64)] * (1 + len(header.chunks))
+def changed_elements(
+    header: DeltaHeader, read_chunk: ReadChunk, copier: Copier
+) -> list[dict[int, Integers]]:
+    """Return the elements that each chunk of a delta changes.
+
+    The elements of a chunk are ascending positions in each flat tensor, keyed by the tensor's
+    index.
+    """
+    parts: list[dict[int, Integers]] = [{} for _ in header.chunks]
 
     def work(first: int, end: int) -> None:
         for number in range(first, end):
             chunk = header.chunks[number]
             streams = _streams(header, number, read_chunk(number))
-            parts[number] = _decode_places(header, chunk, streams) * chunk.word_bytes
+            places = _decode_places(header, chunk, streams) * chunk.word_bytes
+            parts[number] = _elements_at(places, header.layout, chunk)
 
     copier.in_parallel(work, _cut_chunks(header, copier))
-    return np.concatenate(parts)
+    return parts
 
 
-def elements_at(layout: Layout, places: Integers) -> dict[int, Integers]:
-    """Return the ascending positions of the elements at these places, keyed by tensor index."""
-    if not (places[1:] > places[:-1]).all():
-        places = np.sort(places)
-    tensors = layout.byte_ranges
-    ends = tensors.counts(places).cumsum()
-    elements = {}
-    for row in (ends > np.append(0, ends[:-1])).nonzero()[0].tolist():
-        index, first = int(tensors.tensors[row]), int(ends[row - 1]) if row else 0
-        inside = places[first : ends[row]] - tensors.starts[row]
-        positions = inside // ITEM_BYTES[layout.specs[index].dtype]
-        # Don't call np.unique, which builds a hash table and takes ten times as long.
-        is_first = np.append(True, positions[1:] != positions[:-1])
-        elements[index] = positions if is_first.all() else positions[is_first]
+def merge_elements(parts: Iterable[dict[int, Integers]], copier: Copier) -> dict[int, Integers]:
+    """Merge elements of several chunks, or of several deltas; keep all positions ascending."""
+    by_tensor: defaultdict[int, list[Integers]] = defaultdict(list)
+    for part in parts:
+        for index, positions in part.items():
+            by_tensor[index].append(positions)
+    to_merge = [index for index, lists in by_tensor.items() if len(lists) > 1]
+
+    def work(first: int, end: int) -> None:
+        for index in to_merge[first:end]:
+            by_tensor[index] = [_ascending(np.concatenate(by_tensor[index]))]
+
+    sizes = [sum(map(len, by_tensor[index])) for index in to_merge]
+    copier.in_parallel(work, copier.cut_work(sizes))
+    return {index: positions for index, [positions] in by_tensor.items()}
+
+
+def _elements_at(places: Integers, layout: Layout, chunk: Chunk) -> dict[int, Integers]:
+    """Return the elements at a chunk's places, which are ascending offsets in the weights file."""
+    tensors = layout.byte_ranges.within(chunk.start, chunk.end)
+    elements: dict[int, Integers] = {}
+    first = 0
+    ends = places.searchsorted(tensors.ends)
+    for index, start, end in zip(tensors.tensors.tolist(), tensors.starts, ends, strict=True):
+        if first < end:
+            positions = (places[first:end] - start) // ITEM_BYTES[layout.specs[index].dtype]
+            elements[index], first = _ascending(positions), end
     return elements
+
+
+def _ascending(positions: Integers) -> Integers:
+    """Sort positions, and drop repeated ones."""
+    if (positions[1:] > positions[:-1]).all():
+        return positions
+    positions = np.sort(positions)
+    # Don't call np.unique, which builds a hash table and takes ten times as long.
+    distinct: Integers = positions[np.append(True, positions[1:] != positions[:-1])]
+    return distinct
 
 
 def _cut_chunks(header: DeltaHeader, copier: Copier) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from dbuffer.format.manifest import encode
 from dbuffer.io import changes as io_changes
 from dbuffer.io import delta as io_delta
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import apply_delta, changed_places
+from dbuffer.io.delta import apply_delta, changed_elements
 from tests.support.deltas import (
     Step,
     decoded,
@@ -337,10 +337,10 @@ class TestStreams:
             chunks = list(step.chunks)
             chunks[number] = bytes(len(chunks[number]))
             with pytest.raises(StoreCorruptError):
-                changed_places(step.header, chunks.__getitem__, copier)
+                changed_elements(step.header, chunks.__getitem__, copier)
             header = decoded(with_chunk(step, number, chunks[number]), step)
             with pytest.raises(StoreCorruptError):
-                changed_places(header, chunks.__getitem__, copier)
+                changed_elements(header, chunks.__getitem__, copier)
 
 
 def test_the_steps_hold_every_kind_of_chunk(steps):

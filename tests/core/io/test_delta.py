@@ -18,7 +18,7 @@ from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, TensorSpec
 from dbuffer.io import changes as io_changes
 from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import apply_delta, changed_places, elements_at, encode_delta
+from dbuffer.io.delta import apply_delta, changed_elements, encode_delta, merge_elements
 from dbuffer.io.tensors import DTYPES
 from tests.support import deltas
 from tests.support.deltas import (
@@ -52,7 +52,8 @@ def small_chunks(monkeypatch):
 
 def positions_of(step, copier):
     """Positions of changed elements, by the tensor."""
-    return elements_at(step.layout, changed_places(step.header, step.chunks.__getitem__, copier))
+    parts = changed_elements(step.header, step.chunks.__getitem__, copier)
+    return merge_elements(parts, copier)
 
 
 def assert_right(step, copier):
@@ -164,8 +165,8 @@ def test_boxes_of_a_rank_are_far_apart_in_the_file(copier):
     header = delta_format.decode_header(
         lambda start, size: encoded[start : start + size], file, file.xxh3
     )
-    places = changed_places(header, chunks.__getitem__, copier)
-    assert places.tolist() == [3, starts[1] + 4]
+    [elements] = changed_elements(header, chunks.__getitem__, copier)
+    assert {index: each.tolist() for index, each in elements.items()} == {0: [3], 2: [4]}
 
 
 def test_comparing_ends_when_too_much_differs(copier):
@@ -189,6 +190,15 @@ def test_patches_are_what_a_comparison_finds(copier, seed):
     assert torch.equal(before.data, after.data)
     assert [body for _, body in changes.chunks] == step.chunks
     assert changes.tensors == {0, 1, 2}
+
+
+def test_elements_of_several_deltas_are_merged(copier):
+    parts = [{0: [1, 5], 2: [7]}, {0: [3, 5, 6]}, {3: [2]}, {0: [0]}]
+    arrays = ({index: np.array(each) for index, each in part.items()} for part in parts)
+    merged = merge_elements(arrays, copier)
+    lists = {index: positions.tolist() for index, positions in merged.items()}
+    assert lists == {0: [0, 1, 3, 5, 6], 2: [7], 3: [2]}
+    assert merge_elements([], copier) == {}
 
 
 class TestSize:
