@@ -110,6 +110,22 @@ def from_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
             piece.take(copy_in_memory)
 
 
+class Download:
+    """Copy of a device's tensor into page-locked main memory, which goes on in the background."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._host = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+        self._host.copy_(source, non_blocking=True)
+        stream = torch.cuda.current_stream(source.device) if source.is_cuda else None
+        self._event = None if stream is None else stream.record_event()
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the copy, and return it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
 class _Slot:
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self._has_queue = device.type == "cuda"

@@ -2,7 +2,8 @@
 
 On a local mount, each version has a weights file. The sender compares this file with the last
 version's file, and writes the delta into a second file. If the weights are on a GPU with enough
-free memory (`_GPU_SHARE`), the sender compares them there, with a `KeptCopy` of the last version.
+free memory (`_GPU_SHARE`), the sender compares them there, with a `KeptCopy` of the last version,
+and encodes the changes while it writes the weights file. Not measured on a GPU.
 
 On a network mount, the sender compares the weights with a `KeptCopy` of the last version. Most
 versions with a delta have no weights file. Such a version consists of an anchor (an earlier version
@@ -30,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -58,6 +60,7 @@ from dbuffer.publish.kept_copy import MAX_CHANGED_SHARE, KeptCopy
 from dbuffer.publish.part import Part
 from dbuffer.publish.patches import SparsePatch, patch_of
 from dbuffer.ranks.world import World
+from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.open_version import open_newest
@@ -129,6 +132,8 @@ class Deltas:
         self._base: DeltaBase | None = None
         self._has_last = False
         self._why_none = "this sender has published no version yet"
+        self._find: Callable[[], Changes] | None = None
+        """Function that returns the changes, which `begin` has found on a GPU, for `write`."""
         self._changes: Changes | None = None
         """Changes from the last version to the version being published, on rank 0; None until the
         versions are compared."""
@@ -136,7 +141,7 @@ class Deltas:
     def forget(self, reason: str = _FAILED) -> None:
         """Forget the last version. The next version has no delta, and the log gives ``reason``."""
         self._has_last, self._why_none = False, reason
-        self._copy = self._file = self._base = self._changes = None
+        self._copy = self._file = self._base = self._changes = self._find = None
 
     def patch_of(self, patches: Iterable[SparsePatch], *, must_be_finite: bool) -> Patch:
         if self._part is None or not self._has_last:
@@ -149,8 +154,8 @@ class Deltas:
     def begin(self, part: Part, source: Source, version: int) -> None:
         """Begin a version: write it into the `KeptCopy`, if any, and find what changed. Collective.
 
-        Without a copy, `write` finds what changed. ``version`` is the version's number, which only
-        rank 0 needs, for its log.
+        Without a copy, `write` finds what changed. If the copy is on a GPU, `write` encodes the
+        changes. ``version`` is the version's number, which only rank 0 needs, for its log.
         """
         world, self._version = self._world, version
         if self._has_last and self._part is not part:
@@ -160,7 +165,7 @@ class Deltas:
             self._explain(self._why_none)
         # Until `keep` is called, count the last version as gone: any step before may fail.
         self._has_last, self._why_none, self._changes = False, _FAILED, None
-        self._part = part
+        self._part, self._find = part, None
         gpu = self._gpu_for_copy(part, source) if self._maps_files else None
         if self._maps_files and gpu is None:
             self._copy = None
@@ -174,6 +179,8 @@ class Deltas:
         fill(self._copy, "copy" if is_new else "compare", source, world)
         if is_new:
             self._copy.take_changes()
+        elif gpu is not None:
+            self._find = self._copy.take_changes
         else:
             self._join(self._copy.take_changes)
 
@@ -238,9 +245,12 @@ class Deltas:
 
         Collective. Return each tensor's checksum, or None if versions have no checksums.
         """
-        world, copy = self._world, self._copy
+        world, copy, find = self._world, self._copy, self._find
         if copy is not None and draft.has_file:
-            with world.step("write its part"):
+            with world.step("write its part"), ThreadPoolExecutor(1, "delta", leave_core) as thread:
+                if find is not None:
+                    with contextlib.suppress(RuntimeError):  # no thread can be started
+                        find = thread.submit(find).result
                 draft.write(range(len(copy.contents.views)), copy.contents.views)
         elif copy is not None:
             if not self._hashed:
@@ -253,7 +263,7 @@ class Deltas:
         else:
             fill(draft, "write", source, world)
         checksums = draft.finish_parts(world)
-        if self._file is not None and self._changes is None:
+        if find is None and self._file is not None and self._changes is None:
             find = partial(
                 find_changes,
                 self._file.data,
@@ -263,6 +273,7 @@ class Deltas:
                 share=(world.rank, world.size),
                 max_bytes=MAX_CHANGED_SHARE * draft.layout.num_bytes,
             )
+        if find is not None:
             self._join(find)
         return checksums
 

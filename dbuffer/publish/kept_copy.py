@@ -6,11 +6,21 @@ The next version is compared with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from dbuffer.format.layout import Layout
-from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
+from dbuffer.io.changes import (
+    DEVICE_BYTES,
+    Changes,
+    DeviceChanges,
+    Patch,
+    apply_patch,
+    encode_all,
+    find_changes,
+    find_on_device,
+)
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, new_memory
 from dbuffer.publish.part import Part
@@ -21,6 +31,10 @@ MAX_CHANGED_SHARE = 0.5
 has no delta."""
 
 _BATCH_BYTES = 32 << 20
+
+_PENDING_BYTES = 256 << 20
+"""Size in bytes of changed words above which a copy on a device encodes them. Until then, main
+memory has the words and their gaps: 7 bytes for each two of bfloat16."""
 
 
 class KeptCopy:
@@ -40,6 +54,8 @@ class KeptCopy:
         hashed, keyed by the box's number."""
         self._changes: list[Changes] | None = None
         """Changes since the last `take_changes`; None until the copy holds a version."""
+        self._on_device: list[DeviceChanges] = []
+        """Later changes, which are not encoded yet."""
 
     @cached_property
     def contents(self) -> FileTensors:
@@ -48,6 +64,7 @@ class KeptCopy:
 
     def take_changes(self) -> Changes:
         """Return the changes since the last call, or only some if they are too many for a delta."""
+        self._encode()
         changes, self._changes = Changes.joined(self._changes or ()), []
         has_all = changes.num_bytes <= self._max_bytes
         self._forget_digests(changes.tensors if has_all else set(self._digests))
@@ -67,20 +84,32 @@ class KeptCopy:
             layout = Layout.of(specs[batch.start : batch.stop])
             new = FileTensors(self._scratch_of(layout.checksums_offset), layout)
             self._copier.copy_tensors(new.views, elements)
-            num_bytes = sum(changes.num_bytes for changes in self._changes)
-            if num_bytes <= self._max_bytes:
-                start = contents.layout.offsets[batch.start]
-                changes = find_changes(
-                    contents.data[start : start + len(new.data)],
-                    new.data,
-                    layout,
-                    self._copier,
-                    file_starts=self.part.file_starts[batch.start : batch.stop],
-                    max_bytes=self._max_bytes - num_bytes,
-                )
-                tensors = {batch.start + index for index in changes.tensors}
-                self._changes.append(Changes(changes.chunks, tensors))
+            self._compare(contents.layout.offsets[batch.start], new.data)
             self._copier.copy_tensors(views, new.views)
+
+    def _compare(self, first_byte: int, new: torch.Tensor) -> None:
+        """Compare the bytes from ``first_byte`` on with new bytes, and note the changes."""
+        assert self._changes is not None  # noqa: S101 - the copy holds a version
+        pending_bytes = sum(changes.num_bytes for changes in self._on_device)
+        num_bytes = sum(changes.num_bytes for changes in self._changes) + pending_bytes
+        if num_bytes > self._max_bytes:
+            return
+        part, old = self.part, self.contents.data[first_byte : first_byte + len(new)]
+        of_copy: dict[str, Any] = {
+            "first_byte": first_byte,
+            "file_starts": part.file_starts,
+            "max_bytes": self._max_bytes - num_bytes,
+        }
+        if self.device is None:
+            self._changes.append(find_changes(old, new, part.layout, self._copier, **of_copy))
+            return
+        self._on_device += find_on_device(old, new, part.layout, **of_copy)
+        if pending_bytes > _PENDING_BYTES:
+            self._encode()
+
+    def _encode(self) -> None:
+        changes, self._on_device = encode_all(self._on_device, self._copier), []
+        self._changes = [*(self._changes or ()), changes]
 
     def patch(self, patch: Patch) -> Changes:
         contents = self.contents
@@ -108,8 +137,9 @@ class KeptCopy:
         if not numbers:
             return
         first, num_bytes, sizes = numbers[0], 0, self.part.layout.sizes
+        limit = _BATCH_BYTES if self.device is None else DEVICE_BYTES
         for before, number in zip([first - 1, *numbers], numbers, strict=False):
-            is_full = num_bytes + sizes[number] > _BATCH_BYTES
+            is_full = num_bytes + sizes[number] > limit
             if number > first and (is_full or number != before + 1):
                 yield range(first, before + 1)
                 first, num_bytes = number, 0

@@ -16,7 +16,14 @@ from dbuffer.errors import DBufferError
 from dbuffer.format import delta as delta_format
 from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, TensorSpec
 from dbuffer.io import changes as io_changes
-from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
+from dbuffer.io.changes import (
+    Changes,
+    Patch,
+    apply_patch,
+    encode_all,
+    find_changes,
+    find_on_device,
+)
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, changed_elements, encode_delta, merge_elements
 from dbuffer.io.tensors import DTYPES
@@ -139,6 +146,49 @@ def test_what_lies_between_tensors_is_no_change(copier):
     found = find_changes(old.data, new.data, step.layout, copier)
     assert [body for _, body in found.chunks] == step.chunks
     assert found.tensors == {0, 2}
+
+
+@settings(max_examples=10 * EXAMPLES)
+@given(
+    seed=st.integers(0, 2**32),
+    tensors=st.lists(
+        st.tuples(st.sampled_from(list(ITEM_BYTES)), st.integers(0, 5000), st.sampled_from(SHARES)),
+        min_size=1,
+        max_size=12,
+    ),
+    window=st.sampled_from((1024, 4096, 1 << 26)),
+)
+def test_a_device_encodes_the_same_bytes(copier, small_chunks, seed, tensors, window):
+    """Also where memory between tensors differs, which is undefined."""
+    step = random_step(seed, *zip(*tensors, strict=True), copier)
+    contents = step.contents(), step.contents(of_after=True)
+    old, new = (each.data for each in contents)
+    for size, offset in zip(step.layout.sizes, step.layout.offsets, strict=True):
+        new[offset + size : offset + size + -size % 64] ^= 0xFF
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io_changes, "DEVICE_BYTES", window)
+        starts = [offset + (5 << 32) for offset in step.layout.offsets]
+        shared = {"file_starts": starts, "first_byte": 0, "max_bytes": float("inf")}
+        found = find_on_device(old, new, step.layout, **shared)
+    encoded = encode_all(found, copier)
+    expected = find_changes(old, new, step.layout, copier, file_starts=starts)
+    assert encoded == expected
+    assert [body for _, body in encoded.chunks] == step.chunks
+    assert sum(changes.num_bytes for changes in found) == expected.num_bytes
+
+
+def test_a_chunk_changes_no_more_than_its_limit(copier, small_chunks, monkeypatch):
+    monkeypatch.setattr(io_changes, "MAX_CHANGED_BYTES", 512)
+    step = random_step(3, ["bfloat16"], [5000], [0.7], copier)
+    sizes = [chunk.num_changed * chunk.word_bytes for chunk in step.header.chunks]
+    assert max(sizes) <= 512 < min(map(sum, itertools.pairwise(sizes[:-1])))
+    assert_right(step, copier)
+    old, new = step.contents().data, step.contents(of_after=True).data
+    starts = step.layout.offsets
+    found = find_on_device(
+        old, new, step.layout, first_byte=0, file_starts=starts, max_bytes=len(old)
+    )
+    assert [body for _, body in encode_all(found, copier).chunks] == step.chunks
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -26,9 +26,6 @@ from dbuffer import SparsePatch
 from dbuffer.format import chain
 from dbuffer.format.layout import ITEM_BYTES
 from dbuffer.format.manifest import Manifest
-from dbuffer.format.ranges import Integers
-from dbuffer.io import changes
-from dbuffer.io.changes import Words
 from dbuffer.publish import deltas, kept_copy
 from dbuffer.publish.draft import Draft
 from dbuffer.receive import reader as reader_module
@@ -65,13 +62,8 @@ def mount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "GPU":
         cpu = torch.device("cpu")
         monkeypatch.setattr(deltas, "gpu_of", lambda tensors: cpu if tensors else None)
-        monkeypatch.setattr(changes, "_compare", compare_as_on_a_gpu)
+        monkeypatch.setattr(kept_copy, "find_changes", None)
     return kind
-
-
-def compare_as_on_a_gpu(old: Words, new: Words, _: object) -> tuple[Integers, Words]:
-    sides = (torch.from_numpy(side.view(f"i{side.itemsize}")) for side in (old, new))
-    return changes._compare_on_device(*sides, new.itemsize)
 
 
 @pytest.fixture
