@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +13,12 @@ from benchmarks import models
 from benchmarks.layouts import PlannedReceiver
 from dbuffer.engine.plan import prepared_switch
 from dbuffer.errors import StoreAccessError
+from dbuffer.io import changes
+from dbuffer.io.changes import encode_all, find_on_device
+from dbuffer.io.copier import Copier
 from dbuffer.io.devices import PageLock
 from dbuffer.receive.stager import DeviceMemory
+from tests.support.deltas import random_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -181,6 +186,21 @@ def test_deltas_of_weights_on_a_gpu(store, checksum):
             receiver.load_into(target)
             require_equal(target, weights)
     assert [size is not None for size in sizes[1:5]] == [True, True, True, False]
+
+
+def test_a_gpu_encodes_the_same_chunks_as_a_cpu(monkeypatch):
+    """Also of several comparisons, with words of all sizes."""
+    monkeypatch.setattr(changes, "DEVICE_BYTES", 16 << 20)
+    copier, rng = Copier(2), np.random.default_rng(0)
+    dtypes = ["bfloat16", "uint8", "float32", "complex128", "bfloat16"]
+    sizes, shares = [20_000_003, 77_777, 3_000_001, 99_999, 5_000_000], [0.01, 0.2, 0.9, 0.1, 1.0]
+    step = random_step(rng, dtypes, sizes, shares, copier)
+    old, new = (step.contents(of_after=after).data.cuda() for after in (False, True))
+    offsets, size = step.layout.offsets, len(old)
+    found = find_on_device(old, new, step.layout, first_byte=0, file_starts=offsets, max_bytes=size)
+    assert len(found) > 3
+    assert [body for _, body in encode_all(found, copier).chunks] == step.chunks
+    copier.close()
 
 
 @pytest.mark.parametrize("whole", [(), ("model.norm.weight",)])
