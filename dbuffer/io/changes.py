@@ -1,10 +1,8 @@
 """Compares two versions with one layout, and encodes the changed words as chunks of a delta file.
 
 The comparison is of bits, not of numbers: -0.0 differs from 0.0, and a NaN equals a NaN with the
-same bits. In main memory, the copier's threads compare with numpy, which takes half of torch's time
-and releases the interpreter's lock too. Versions in a GPU's memory are compared there, with torch.
-The GPU also splits the changed words into streams of bytes. Only these are copied to main memory,
-where threads compress them.
+same bits. The copier's threads compare with numpy, which takes half of torch's time and releases
+the interpreter's lock too. `device_changes` compares versions in a GPU's memory.
 """
 
 from __future__ import annotations
@@ -23,20 +21,15 @@ import torch
 from dbuffer.format import delta
 from dbuffer.format.delta import GAP_BYTES, MAX_CHANGED_BYTES, Chunk
 from dbuffer.format.layout import Layout, digest
-from dbuffer.format.ranges import ByteRanges, Integers
+from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
-from dbuffer.io.devices import Download
 
 CHUNK_BYTES = 16 << 20
 """Bytes of a version that become one chunk, unless `MAX_CHANGED_BYTES` of them changed. On two CPU
 cores, applying such chunks takes three quarters of the time of chunks of 4 MiB."""
 
-_COMPARED_BYTES = 4 << 20
+COMPARED_BYTES = 4 << 20
 """Bytes of a version that a thread compares at a time."""
-
-DEVICE_BYTES = 64 << 20
-"""Bytes of a version that a device compares at a time. The host waits once for each. Comparing
-takes twice this memory, and 40 bytes for each changed word."""
 
 T = TypeVar("T")
 
@@ -108,7 +101,7 @@ def find_changes(
     rank's number and the number of ranks: each rank compares an equal share. If the changed words
     have more bytes than ``max_bytes``, the comparison stops early, and the result is incomplete.
     """
-    ranges = _ranges(layout, first_byte, first_byte + len(after), CHUNK_BYTES)
+    ranges = ranges_of(layout, first_byte, first_byte + len(after), CHUNK_BYTES)
     first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))
     scratch = _Scratch()
 
@@ -117,118 +110,6 @@ def find_changes(
         return _compare(words_in(before[inside], width), words_in(after[inside], width), scratch)
 
     return _encode(find, ranges[first:last], layout, copier, file_starts, max_bytes)
-
-
-def find_on_device(
-    before: torch.Tensor,
-    after: torch.Tensor,
-    layout: Layout,
-    *,
-    first_byte: int,
-    file_starts: Sequence[int],
-    max_bytes: float,
-) -> list[DeviceChanges]:
-    """Compare two versions in a device's memory. The arguments are those of `find_changes`.
-
-    In the weights file, the tensors must have the same distances as in memory.
-    """
-    starts, found, num_bytes = np.array(file_starts, np.int64), list[DeviceChanges](), 0
-    for start, end, width in _ranges(layout, first_byte, first_byte + len(after), DEVICE_BYTES):
-        if num_bytes > max_bytes:
-            break
-        inside = slice(start - first_byte, end - first_byte)
-        tensors = layout.byte_ranges.within(start, end).in_words(width)
-        [shift] = {*(starts[tensors.tensors] // width - tensors.starts).tolist()}
-        changes = DeviceChanges(
-            before[inside], after[inside], start // width, width, tensors, shift
-        )
-        found.append(changes)
-        num_bytes += changes.num_bytes
-    return found
-
-
-class DeviceChanges:
-    """Changed words of a range of memory on a device, on their way to main memory.
-
-    Args:
-        old, new: the range in the two versions.
-        first: place of the range's first word in the device's copy, in words of ``width`` bytes.
-        tensors: the range's tensors, in the same words.
-        shift: number of words from a place in the copy to the same word's place in the file.
-    """
-
-    def __init__(
-        self,
-        old: torch.Tensor,
-        new: torch.Tensor,
-        first: int,
-        width: int,
-        tensors: ByteRanges,
-        shift: int,
-    ) -> None:
-        self._width, self._tensors, self._place = width, tensors.tensors, first + shift
-        words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
-        differences = new.view(words) - old.view(words)
-        gaps = zip([first, *tensors.ends], [*tensors.starts, first + len(differences)], strict=True)
-        if padding := [place - first for gap in gaps for place in range(*gap)]:
-            differences[torch.tensor(padding, device=new.device)] = 0
-        (positions,) = differences.nonzero(as_tuple=True)  # the host waits for the device here
-        self.num_bytes = width * len(positions)
-        step = _COMPARED_BYTES // width
-        self._bounds = [*range(0, len(differences), step), len(differences)]
-        bounds = torch.tensor([*self._bounds, *tensors.ends - first], device=new.device)
-        if self.num_bytes:
-            planes = _planes_on_device(positions, differences[positions], bounds)
-            self._download = Download(planes)
-
-    def encode(self) -> Changes:
-        """Wait for the changed words, and encode them as `find_changes` does."""
-        if not self.num_bytes:
-            return Changes([], set())
-        data, width = self._download.wait().numpy(), self._width
-        planes_bytes = (GAP_BYTES + width) * (self.num_bytes // width)
-        ends, firsts, lasts = data[:-planes_bytes].view(np.int64).reshape(3, -1)
-        planes = data[-planes_bytes:].reshape(GAP_BYTES + width, -1)
-        chunks, num_ranges = [], len(self._bounds) - 1
-        sizes = width * np.diff(ends[: num_ranges + 1])
-        step = CHUNK_BYTES // _COMPARED_BYTES
-        for at in range(0, num_ranges, step):
-            for group in _groups(enumerate(sizes[at : at + step].tolist(), at)):
-                start, end = group[0], group[-1] + 1
-                of_chunk = planes[:, ends[start] : ends[end]]
-                of_chunk[:GAP_BYTES, 0] = 0
-                first, last = (int(at) + self._place for at in (firsts[start], lasts[end]))
-                chunks.append(_pack_chunk(first, last, width, of_chunk.shape[1], list(of_chunk)))
-        counts = np.diff(ends[num_ranges + 1 :], prepend=0)
-        return Changes(chunks, set(self._tensors[counts > 0].tolist()))
-
-
-def _planes_on_device(
-    positions: torch.Tensor, differences: torch.Tensor, bounds: torch.Tensor
-) -> torch.Tensor:
-    """Return the bytes of changed words for `DeviceChanges.encode`, as one tensor.
-
-    First come three lists of integers: for each of ``bounds``, the number of positions before it,
-    the next position, and the last position before it. Then comes the lowest byte of all gaps, the
-    next byte of all gaps and so on, and the same for the differences.
-    """
-    ends = torch.searchsorted(positions, bounds)
-    firsts, lasts = positions[ends.clamp(max=len(positions) - 1)], positions[(ends - 1).clamp(0)]
-    gaps = positions.diff(prepend=positions[:1]) - 1
-    zigzag = (differences << 1) ^ (differences >> (8 * differences.itemsize - 1))
-    rows = [words.view(torch.uint8).view(len(words), -1) for words in (gaps, zigzag)]
-    planes = torch.cat([rows[0][:, :GAP_BYTES], rows[1]], 1).T
-    return torch.cat([torch.cat([ends, firsts, lasts]).view(torch.uint8), planes.reshape(-1)])
-
-
-def encode_all(found: Sequence[DeviceChanges], copier: Copier) -> Changes:
-    encoded: list[Changes] = []
-
-    def work(first: int, end: int) -> None:
-        encoded.extend(changes.encode() for changes in found[first:end])
-
-    copier.in_parallel(work, copier.cut_work([1 + changes.num_bytes for changes in found]))
-    return Changes.joined(encoded)
 
 
 def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copier) -> Changes:
@@ -243,15 +124,20 @@ def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copi
         (differs,) = differences.nonzero()
         return places.take(differs) - start // width, differences.take(differs)
 
-    ranges = [(start, end, width) for start, end, _ in _ranges(layout, 0, len(memory), CHUNK_BYTES)]
+    ranges = [
+        (start, end, width) for start, end, _ in ranges_of(layout, 0, len(memory), CHUNK_BYTES)
+    ]
     return _encode(find, ranges, layout, copier)
 
 
-def _ranges(layout: Layout, first_byte: int, end_byte: int, most_bytes: int) -> list[_Range]:
-    """Cut memory into ranges. The word size of a range is the size of its smallest elements."""
+def ranges_of(layout: Layout, first_byte: int, end_byte: int, most_bytes: int) -> list[_Range]:
+    """Cut memory into ranges. The word size of a range is the size of its smallest elements.
+
+    Each range consists of adjacent ranges of `COMPARED_BYTES`, so larger ranges consist of smaller.
+    """
     ranges: list[_Range] = []
-    for start in range(first_byte, end_byte, _COMPARED_BYTES):
-        end = min(start + _COMPARED_BYTES, end_byte)
+    for start in range(first_byte, end_byte, COMPARED_BYTES):
+        end = min(start + COMPARED_BYTES, end_byte)
         if not len(sizes := layout.byte_ranges.within(start, end).word_bytes):
             continue
         width = int(sizes.min())
@@ -276,10 +162,10 @@ def _encode(
 
     def changes_in(start: int, end: int, width: int) -> Iterator[tuple[_Found, int]]:
         nonlocal num_bytes
-        for at in range(start, end, _COMPARED_BYTES):
+        for at in range(start, end, COMPARED_BYTES):
             if num_bytes > max_bytes:
                 return
-            to = min(at + _COMPARED_BYTES, end)
+            to = min(at + COMPARED_BYTES, end)
             places, differences = find(at, to, width)
             places += at // width
             tensors = layout.byte_ranges.within(at, to).in_words(width)
@@ -295,14 +181,14 @@ def _encode(
 
     def work(first: int, last: int) -> None:
         for of_range in itertools.starmap(changes_in, ranges[first:last]):
-            for group in _groups(of_range):
+            for group in groups_of(of_range):
                 chunks.append(_encode_chunk(*map(np.concatenate, zip(*group, strict=True))))
 
     copier.in_parallel(work, copier.cut_work([end - start for start, end, _ in ranges]))
     return Changes(sorted(chunks), changed)
 
 
-def _groups(items: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
+def groups_of(items: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
     """Group the changes of adjacent ranges, given with their sizes in bytes, into chunks."""
     group: list[T] = []
     sum_bytes = 0
@@ -321,8 +207,8 @@ class _Scratch(threading.local):
     """One thread's buffers for comparing a range. Allocating them takes longer than comparing."""
 
     def __init__(self) -> None:
-        self.differences = np.empty(_COMPARED_BYTES, np.uint8)
-        self.flags = np.empty(_COMPARED_BYTES // 8, np.bool_)
+        self.differences = np.empty(COMPARED_BYTES, np.uint8)
+        self.flags = np.empty(COMPARED_BYTES // 8, np.bool_)
 
 
 def _compare(old: Words, new: Words, scratch: _Scratch) -> _Found:
@@ -366,10 +252,10 @@ def _encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
         num_planes = -(-int(words.max()).bit_length() // 8)  # all higher planes are zero
         planes += [*np.ascontiguousarray(planes_of(words)[:num_planes])]
         planes += [None] * (num_streams - num_planes)
-    return _pack_chunk(int(places[0]), int(places[-1]), width, len(places), planes)
+    return pack_chunk(int(places[0]), int(places[-1]), width, len(places), planes)
 
 
-def _pack_chunk(
+def pack_chunk(
     first: int, last: int, width: int, num_changed: int, planes: Sequence[Plane | None]
 ) -> tuple[Chunk, bytes]:
     """Make a chunk of changed words, the first and last at these places, from its streams' bytes.

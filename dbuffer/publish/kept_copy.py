@@ -11,17 +11,9 @@ from typing import Any
 import torch
 
 from dbuffer.format.layout import Layout
-from dbuffer.io.changes import (
-    DEVICE_BYTES,
-    Changes,
-    DeviceChanges,
-    Patch,
-    apply_patch,
-    encode_all,
-    find_changes,
-    find_on_device,
-)
+from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
+from dbuffer.io.device_changes import DEVICE_BYTES, DeviceChanges, encode_all, find_on_device
 from dbuffer.io.tensors import FileTensors, new_memory
 from dbuffer.publish.part import Part
 from dbuffer.runtime.lazy import cached_property

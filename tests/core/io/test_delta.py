@@ -16,16 +16,11 @@ from dbuffer.errors import DBufferError
 from dbuffer.format import delta as delta_format
 from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, TensorSpec
 from dbuffer.io import changes as io_changes
-from dbuffer.io.changes import (
-    Changes,
-    Patch,
-    apply_patch,
-    encode_all,
-    find_changes,
-    find_on_device,
-)
+from dbuffer.io import device_changes
+from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, changed_elements, encode_delta, merge_elements
+from dbuffer.io.device_changes import encode_all, find_on_device
 from dbuffer.io.tensors import DTYPES
 from tests.support import deltas
 from tests.support.deltas import (
@@ -54,7 +49,7 @@ def copier():
 def small_chunks(monkeypatch):
     """Chunks of a few words."""
     monkeypatch.setattr(io_changes, "CHUNK_BYTES", 1024)
-    monkeypatch.setattr(io_changes, "_COMPARED_BYTES", 256)
+    monkeypatch.setattr(io_changes, "COMPARED_BYTES", 256)
 
 
 def positions_of(step, copier):
@@ -166,7 +161,7 @@ def test_a_device_encodes_the_same_bytes(copier, small_chunks, seed, tensors, wi
     for size, offset in zip(step.layout.sizes, step.layout.offsets, strict=True):
         new[offset + size : offset + size + -size % 64] ^= 0xFF
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(io_changes, "DEVICE_BYTES", window)
+        patch.setattr(device_changes, "DEVICE_BYTES", window)
         starts = [offset + (5 << 32) for offset in step.layout.offsets]
         shared = {"file_starts": starts, "first_byte": 0, "max_bytes": float("inf")}
         found = find_on_device(old, new, step.layout, **shared)
