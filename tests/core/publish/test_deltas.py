@@ -62,7 +62,8 @@ def mount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "GPU":
         cpu = torch.device("cpu")
         monkeypatch.setattr(deltas, "gpu_of", lambda tensors: cpu if tensors else None)
-        monkeypatch.setattr(kept_copy, "find_changes", None)
+        monkeypatch.setattr(kept_copy, "find_changes", None)  # it reads main memory alone
+        monkeypatch.setattr(kept_copy, "_PENDING_BYTES", 1000)
     return kind
 
 
