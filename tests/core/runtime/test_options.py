@@ -24,7 +24,23 @@ from dbuffer.publish.publisher import SenderKeywords
 from dbuffer.runtime import options
 from tests.support.children import call
 
+NO_TIMES: list[Any] = [
+    *(math.nan, math.inf, -math.inf, -1, -0.001, 1e10, 10**400),
+    *("5", None, True, False, [1], 1j, b"1"),
+]
+
+NO_WHOLE_NUMBERS: list[Any] = [0, -1, 1.5, 1.0, math.nan, "4", None, True, False, [4], 1j]
+
+
 # The checks themselves
+
+
+@pytest.mark.parametrize("value", NO_TIMES, ids=repr)
+def test_no_time(value):
+    for check in (options.seconds, options.positive_seconds):
+        with pytest.raises(OptionError) as caught:
+            check("wait_s", value)
+        assert str(caught.value).startswith(f"invalid wait_s {value!r:.200}: use seconds ")
 
 
 def test_a_time_is_a_number():
@@ -39,11 +55,28 @@ def test_a_time_is_a_number():
     assert event.wait(options.seconds("wait_s", options.MAX_SECONDS)), "it can be waited for"
 
 
+@pytest.mark.parametrize("value", NO_WHOLE_NUMBERS, ids=repr)
+def test_no_whole_number(value):
+    with pytest.raises(OptionError) as caught:
+        options.whole_number("count", value)
+    assert str(caught.value) == f"invalid count {value!r}: use a whole number of at least 1"
+
+
 def test_a_whole_number_is_within_its_bounds():
     assert options.whole_number("count", 4) == 4
     assert options.whole_number("count", 0, at_least=0) == 0
     with pytest.raises(OptionError, match="from 0 to 9"):
         options.whole_number("count", 10, at_least=0, at_most=9)
+
+
+@pytest.mark.parametrize("value", [1, 0, 1.0, "True", "yes", None, [True]], ids=repr)
+def test_a_choice_has_a_type(value):
+    with pytest.raises(OptionError, match=r"check .*True, False or 'auto'"):
+        options.choice("check", value, (True, False, "auto"))
+    with pytest.raises(OptionError, match=r"check .*True or False"):
+        options.flag("check", value)
+    assert options.choice("check", "auto", (True, False, "auto")) == "auto"
+    assert options.flag("check", False) is False
 
 
 def test_a_tilde_is_a_home(tmp_path, monkeypatch, capsys):
@@ -78,8 +111,7 @@ def test_one_text_is_one_name():
             options.names("receivers", value)
 
 
-# Who takes options. `integrations/vllm/test_options.py` has what checks refuse: here, a value that
-# none accepts shows who asks them
+# Who takes options. The checks are tested above: a value that none accepts shows who asks them
 
 
 MAKERS: dict[str, tuple[Any, str]] = {
