@@ -21,6 +21,7 @@ import torch
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import until
 from dbuffer.tools import cli
 from tests.support.engines import preforked
