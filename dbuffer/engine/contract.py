@@ -30,7 +30,7 @@ from dbuffer.format.layout import TensorSpec
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import ReceiverRecord, fields_of, made_of, metadata_for_record
 from dbuffer.runtime import options as checks
-from dbuffer.runtime.messages import described, listed
+from dbuffer.runtime.messages import described
 
 if TYPE_CHECKING:
     from dbuffer.engine.plan.copy_plan import Packing
@@ -256,27 +256,6 @@ ASLEEP = (
     "the engine's weights are asleep, and their memory may be gone: wake it up first (its weights "
     "are enough: tags=['weights']), then sync"
 )
-
-
-def require_unchanged(before: Mapping[str, object], present: Mapping[str, object]) -> None:
-    """Raise :class:`UnsupportedError` if a layer or parameter of a model was replaced."""
-    if replaced := [name for name, form in before.items() if present.get(name) != form]:
-        raise errors.UnsupportedError(
-            f"something replaced {listed(replaced)} since following began, and the engine cannot "
-            "load into the replacements: restart the engine"
-        )
-
-
-def tied_to(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return, for each parameter, the name of the first parameter in the same memory.
-
-    If two parameters share memory, a load into one of them changes both parameters.
-    """
-    first: dict[tuple[torch.device, int], str] = {}
-    return {
-        name: first.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
-        for name, tensor in parameters.items()
-    }
 
 
 class EngineRank:

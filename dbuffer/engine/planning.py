@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from dbuffer.engine.plan.copy_plan import CopyPlan
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.format.layout import Layout, is_of_draft
+from dbuffer.runtime.messages import listed
 
 logger = logging.getLogger(__name__)
 
@@ -39,20 +40,12 @@ class PlanState(enum.Enum):
     """Copies cannot replace the reload of this layout."""
 
 
+_UNPLANNED = (PlanState.MISSING, PlanState.PAUSED, PlanState.GIVEN_UP)
+
 TRANSITIONS = {
     PlanState.MISSING: (PlanState.UNVERIFIED, PlanState.PAUSED, PlanState.GIVEN_UP),
-    PlanState.UNVERIFIED: (
-        PlanState.VERIFIED,
-        PlanState.MISSING,
-        PlanState.PAUSED,
-        PlanState.GIVEN_UP,
-    ),
-    PlanState.VERIFIED: (
-        PlanState.UNVERIFIED,
-        PlanState.MISSING,
-        PlanState.PAUSED,
-        PlanState.GIVEN_UP,
-    ),
+    PlanState.UNVERIFIED: (PlanState.VERIFIED, *_UNPLANNED),
+    PlanState.VERIFIED: (PlanState.UNVERIFIED, *_UNPLANNED),
     PlanState.PAUSED: (PlanState.MISSING,),
     PlanState.GIVEN_UP: (),
 }
@@ -78,12 +71,8 @@ class Planning:
     """Number of verifications of plans since planning last paused."""
     _num_skipped: int = 0
     """Number of versions still to reload before a pause of planning ends."""
-    _state: PlanState = PlanState.MISSING
+    state: PlanState = PlanState.MISSING
     _lock: threading.RLock = field(default_factory=threading.RLock)
-
-    @property
-    def state(self) -> PlanState:
-        return self._state
 
     def enter(self, state: PlanState, plan: CopyPlan | None = None) -> None:
         """Enter a state; with `UNVERIFIED`, a new plan can be given. Other states drop the plan.
@@ -91,13 +80,11 @@ class Planning:
         A switch that was prepared with a plan that is dropped or not verified is not applied.
         """
         with self._lock:
-            assert state in TRANSITIONS[self._state], (self._state, state)  # noqa: S101
-            if state is not PlanState.VERIFIED:
-                if self.plan is not None:
-                    self.plan.verified_for = None
-                is_planned = state is PlanState.UNVERIFIED
-                self.plan = (plan or self.plan) if is_planned else None
-            self._state = state
+            assert state in TRANSITIONS[self.state], (self.state, state)  # noqa: S101
+            if self.plan is not None and state is not PlanState.VERIFIED:
+                self.plan.verified_for = None
+            self.plan = None if state in _UNPLANNED else plan or self.plan
+            self.state = state
 
     def drop(self) -> None:
         """Drop the plan, if there is one; the next version makes a new one."""
@@ -108,11 +95,11 @@ class Planning:
     def drop_if_replaced(self) -> None:
         """Drop the plan if other code has replaced or moved a module or tensor that it uses."""
         plan = self.plan
-        if plan is not None and (name := plan.replaced()):
+        if plan is not None and (names := plan.places.replaced()):
             logger.warning(
                 "%s was replaced, or has moved in memory, since switches were planned: the next "
                 "switch is a reload, and switches are planned again",
-                name,
+                listed(names),
             )
             self.derived, self.reloaded = set(), {}
             self.drop()
@@ -143,7 +130,7 @@ class Planning:
 
     def begin_version(self) -> None:
         """Count a version that is prepared. Planning starts again after the last of a pause."""
-        if self._state is PlanState.PAUSED:
+        if self.state is PlanState.PAUSED:
             self._num_skipped -= 1
             if not self._num_skipped:
                 self.enter(PlanState.MISSING)

@@ -302,8 +302,7 @@ class RankModel:
             with self.reading:
                 if not may_read():
                     return None
-                if (replaced := plan.replaced()) is not None:
-                    differing.append(replaced)
+                differing += plan.places.replaced()
                 if not differing and before is not None and before == after:
                     self._digest = before
         return differing

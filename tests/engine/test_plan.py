@@ -14,6 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy as copy_layer
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.meta_model import MetaModel
 from dbuffer.engine.plan import prepared_switch
 from dbuffer.engine.plan.copy_plan import NotAloneError, Packing
-from dbuffer.engine.plan.load_trace import CopyOp, LoadTrace, View
+from dbuffer.engine.plan.load_trace import CopyOp, LoadTrace, View, unwrapped
 from dbuffer.engine.plan.prepared_switch import Changed, PreparedSwitch, digest_of_all
 from dbuffer.engine.planning import Planning, PlanState
 from dbuffer.engine.rank_model import RankModel
@@ -102,6 +103,9 @@ class Layer(nn.Module):
     def compute(self) -> torch.Tensor:
         return self.weight.sum()
 
+    def forward(self) -> torch.Tensor:
+        return self.compute()
+
 
 class OnItsDevice(Layer):
     """Names the device of its weight, as some norms do, wherever the model is made."""
@@ -125,7 +129,8 @@ class Model(nn.Module):
         for name, tensor in weights:
             layer, _, part = name.partition(".")
             weight = self.layers[layer].weight
-            weight.weight_loader(weight, tensor, *[part] * (part != "weight"))
+            loader = getattr(weight, "weight_loader", copy)
+            loader(weight, tensor, *[part] * (part != "weight"))
 
     def reload(self, tensors: Tensors) -> None:
         self._reload(list(self.layers.values()), tensors)
@@ -266,7 +271,8 @@ class Switched:
         self.commit(switch, tensors)
         assert not self.attest(switch)
         self.switched = switch
-        mine, right = self.model.state_dict(), self.twin.state_dict()
+        mine = {unwrapped(name): tensor for name, tensor in self.model.state_dict().items()}
+        right = self.twin.state_dict()
         for name in right:
             assert torch.equal(as_bytes(mine[name]), as_bytes(right[name])), name
         assert str(self.model.computed()) == str(self.twin.computed())  # of which some are NaN
@@ -1263,6 +1269,91 @@ def parameter_like(parameter: Any) -> nn.Parameter:
     return like
 
 
+class Adapted(nn.Module):
+    """Layer with an adapter around it, as an engine wraps those of a LoRA adapter."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_layer"), name)
+
+
+def assign(model: Model) -> None:
+    model.layers["a"].weight = nn.Parameter(model.layers["a"].weight.clone(), requires_grad=False)
+
+
+def assign_all(model: Model) -> None:
+    model.load_state_dict(copied(model.state_dict()), assign=True)
+
+
+def move_all(model: Model) -> None:
+    """As one does by ``LLM.apply_model``."""
+    model.apply(lambda module: module._apply(torch.Tensor.clone, recurse=False))
+
+
+def wrapping(wrap: Callable[[nn.Module], Any]) -> Callable[[Model], None]:
+    def replace(model: Model) -> None:
+        model.layers["a"] = wrap(model.layers["a"])
+
+    return replace
+
+
+def compiled(layer: nn.Module) -> Any:
+    """The layer in torch.compile's wrapper, once."""
+    return layer if hasattr(layer, "_orig_mod") else torch.compile(layer, backend="eager")
+
+
+REPLACING: dict[str, Callable[[Model], None]] = {
+    "memory": move_memory,
+    "parameter": replace_parameter,
+    "parameter without a loader": assign,
+    "state_dict(assign=True)": assign_all,
+    "apply_model": move_all,
+    "layer": replace_layer,
+    "deep copy": wrapping(deepcopy),
+    "LoRA wrapper": wrapping(Adapted),
+    "torch.compile": wrapping(compiled),
+}
+"""Ways in which other code replaces a part of a model, or its memory, and keeps its values."""
+
+
+@mapped_and_staged
+@pytest.mark.parametrize("kind", [Layer, Quantizing])
+@pytest.mark.parametrize("is_delta", [False, True], ids=["whole", "delta"])
+@pytest.mark.parametrize("way", REPLACING)
+def test_a_version_reaches_what_has_replaced_a_part_of_the_model(way, is_delta, kind, staged):
+    tensors = mixed_tensors()
+    make = functools.partial(mixed_model, kind)
+    switched = Switched(make, tensors, packing=Packer(), staged=staged)
+    switched.changes = differences if is_delta else None
+
+    def switch() -> bool:
+        """Switch to a version, and compare with a reload."""
+        nonlocal tensors
+        tensors = changed_a_little(tensors)
+        return switched.switch(copied(tensors))
+
+    def switch_by_force() -> None:
+        switched.loads.note_foreign_load()
+        assert not switch()
+        switched.loads._state.note_loaded(None, "store", {})
+
+    assert [switch() for _ in range(3)] == [False, True, True]
+    REPLACING[way](switched.model)
+    assert [switch() for _ in range(4)][-2:] == [True, True]
+    assert switched.patched[-1] == is_delta
+    REPLACING[way](switched.model)
+    switch_by_force()
+    switch_by_force()
+    assert [switch() for _ in range(4)][-2:] == [True, True]
+    assert switched.patched[-1] == is_delta
+
+
 @pytest.mark.parametrize("is_prepared", [False, True], ids=["before staging", "in the pause"])
 @pytest.mark.parametrize(
     ("kind", "replace"),
@@ -1532,7 +1623,7 @@ def test_a_replaced_parameter_is_not_attested():
     switched.switch_often(two_tensors)
     layer = switched.model.layers["a"]
     layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
-    assert switched.attest(switched.switched) == ["weight of a Layer"]
+    assert switched.attest(switched.switched) == ["layers.a.weight"]
 
 
 def test_weights_that_may_not_be_read_are_not_attested():

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from dbuffer.engine.plan.live_model import Places
 from dbuffer.engine.plan.load_trace import (
     Copy,
-    Form,
     LoadTrace,
     TracedTensor,
     form_of,
@@ -276,6 +276,7 @@ class CopyPlan:
     :func:`plan_copies` makes a plan.
     """
 
+    model: torch.nn.Module
     traced: Mapping[str, TracedTensor]
     """Traces of the parameters and buffers that copies fill, in the live model or in images
     (layers' packed weights), keyed by name."""
@@ -288,9 +289,11 @@ class CopyPlan:
     verified_for: Mapping[str, int] | None = None
     """Digests of the published tensors that the verification could not vary, keyed by name. The
     plan is verified for versions with equal digests. None before the verification."""
-    places: Mapping[tuple[torch.nn.Module, str, str], object] = field(default_factory=dict)
-    """Submodules, and addresses and forms of written tensors. Keyed by the parent module, the name
-    of the parent's dictionary, and the name in this dictionary."""
+    places: Places = field(init=False)
+    """Places of modules and of written tensors when the plan was made."""
+
+    def __post_init__(self) -> None:
+        self.places = Places(self.model, self.written)
 
     @cached_property
     def written(self) -> Sequence[torch.Tensor]:
@@ -298,15 +301,6 @@ class CopyPlan:
         layers = [packed.layer for packed in self.packed.values()]
         images = (parameter for layer in layers for parameter in layer.parameters(recurse=False))
         return [*self.parameters.values(), *images]
-
-    def replaced(self) -> str | None:
-        """Return the name of a module or tensor that other code has replaced or moved, or None."""
-        for (module, table, name), planned in self.places.items():
-            thing = module.__dict__[table].get(name)
-            is_tensor = isinstance(thing, torch.Tensor)
-            if (_place_of(thing) if is_tensor else thing) != planned:
-                return f"{name} of a {type(module).__name__}"
-        return None
 
     @cached_property
     def is_in_main_memory(self) -> bool:
@@ -357,9 +351,8 @@ def plan_copies(
     if not in_images <= traced.keys():  # an image's layer is tied to a reloaded layer
         raise UnsupportedError(listed(list(reloaded.values()), "; "))
     parameters = {name: live[name] for name in traced if name not in in_images}
-    plan = CopyPlan(traced, parameters, packed, reloaded, sources)
-    plan.places = _places_of(model, plan.written)
-    _require_all_parameters(model, plan)
+    plan = CopyPlan(model, traced, parameters, packed, reloaded, sources)
+    _require_all_parameters(plan)
     return plan
 
 
@@ -400,44 +393,22 @@ def _sources_to_reload(
     return sources
 
 
-def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
+def _require_all_parameters(plan: CopyPlan) -> None:
     """Refuse a plan that leaves out a parameter which the engine's reload would fill."""
     # Include buffers: loaders may fill a parameter through a buffer that is a view of it.
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [*plan.model.named_parameters(), *plan.model.named_buffers()]
     loaded = {address_of(tensor) for tensor in plan.written} | {
         address_of(tensor) for name, tensor in tensors if layer_of(unwrapped(name)) in plan.reloaded
     }
     has_draft = any(is_of_draft(f"{layer}.") for layer in plan.all_layers)
     left_out = [
         f"{name} was not published"
-        for name, parameter in model.named_parameters()
+        for name, parameter in plan.model.named_parameters()
         if parameter.nbytes and address_of(parameter) not in loaded
         if has_draft or not is_of_draft(name)
     ]
     if left_out:
         raise UnsupportedError(listed(left_out, "; "))
-
-
-def _places_of(
-    model: torch.nn.Module, written: Sequence[torch.Tensor]
-) -> dict[tuple[torch.nn.Module, str, str], object]:
-    is_written = {*map(id, written)}
-    return {
-        (module, table, name): thing if table == "_modules" else _place_of(thing)
-        for module in model.modules()
-        for table in ("_modules", "_parameters", "_buffers")
-        for name, thing in module.__dict__[table].items()
-        if id(thing) in is_written or isinstance(thing, torch.nn.Module)
-    }
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[int, Form]:
-    """Return a tensor's address and form. If they change, copies no longer reach the tensor.
-
-    A new tensor object is no change: some layers wrap the same memory in a new one at each load. A
-    new form is a change: ``param.data = param.data.t()`` changes strides at the same address.
-    """
-    return tensor.data_ptr(), form_of(tensor)
 
 
 def layer_of(parameter: str) -> str:

@@ -326,13 +326,21 @@ def _not_once(ops: tuple[CopyOp, ...], num_elements: int) -> str | None:
     return None if is_once else "is loaded in parts that overlap"
 
 
-_WRAPPED = "base_layer"
-"""Attribute of a LoRA wrapper that holds the wrapped layer, in vLLM and SGLang alike."""
+_WRAPPED = frozenset({"base_layer", "_orig_mod"})
+"""Attributes that hold a wrapped layer: of LoRA wrappers, in vLLM and SGLang alike, and of
+``torch.compile``."""
 
 
 def unwrapped(name: str) -> str:
-    """Return the name of a layer or parameter, without the attribute names of LoRA wrappers."""
-    return ".".join(step for step in name.split(".") if step != _WRAPPED)
+    """Return the name of a layer or parameter, without the attribute names of wrappers."""
+    return ".".join(step for step in name.split(".") if step not in _WRAPPED)
+
+
+def wrapped_layer(layer: torch.nn.Module) -> torch.nn.Module:
+    """Return the layer in a wrapper, or the layer itself if it is no wrapper."""
+    parts = layer._modules  # noqa: SLF001
+    inner = next((part for name in _WRAPPED if (part := parts.get(name)) is not None), None)
+    return layer if inner is None else wrapped_layer(inner)
 
 
 def tables_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -122,7 +122,7 @@ class PreparedSwitch:
         return (
             verified_for is not None
             and all(self.digests.get(name) == xxh3 for name, xxh3 in verified_for.items())
-            and self.plan.replaced() is None
+            and not self.plan.places.replaced()
         )
 
     @cached_property

@@ -33,8 +33,6 @@ from dbuffer.engine.contract import (
     WEIGHTS,
     EngineRank,
     RankAnswer,
-    require_unchanged,
-    tied_to,
 )
 from dbuffer.engine.endpoint import (
     RankEndpoint,
@@ -46,6 +44,7 @@ from dbuffer.engine.endpoint import (
 )
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.meta_model import MetaModel, built_without_data
+from dbuffer.engine.plan.live_model import forms_of, require_same
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import DBufferError, EngineBrokenError, OptionError, UnsupportedError
@@ -142,7 +141,7 @@ class SchedulerRank(EngineRank):
         self.module = model
         self.device = next(model.parameters()).device
         self.ranks = RankChannel.of(get_parallel().tp_group)
-        self._forms = self._forms_now()
+        self._forms = forms_of(model, form_and_loader)
 
     def engine_id(self, options: EngineOptions) -> str:
         return options.engine_id or ""  # the follower chose the id
@@ -184,12 +183,7 @@ class SchedulerRank(EngineRank):
             DefaultModelLoader.load_weights_and_postprocess(self.module, tensors, self.device)
 
     def require_reloadable(self) -> None:
-        require_unchanged(self._forms, self._forms_now())
-
-    def _forms_now(self) -> dict[str, object]:
-        parameters = dict(self.module.named_parameters())
-        ties = tied_to(parameters)
-        return {name: (form_and_loader(tensor), ties[name]) for name, tensor in parameters.items()}
+        require_same(self._forms, forms_of(self.module, form_and_loader))
 
     def read_checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
         path = Path(get_model().model_path)

@@ -33,13 +33,12 @@ from dbuffer.engine.contract import (
     RankAnswer,
     RankRequest,
     encode_answer,
-    require_unchanged,
-    tied_to,
 )
 from dbuffer.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.meta_model import DraftAlone, DraftedModel
-from dbuffer.engine.plan.load_trace import form_of, tables_of
+from dbuffer.engine.plan.live_model import Places, forms_of, require_same
+from dbuffer.engine.plan.load_trace import tables_of
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import DBufferError, EngineBrokenError, UnsupportedError
@@ -149,8 +148,6 @@ class WorkerRank(EngineRank):
         if is_launched(vllm_config.parallel_config):  # each process made its own id
             self.instance_id = self.ranks.gather(self.instance_id)[0]
         self._refusal: Any = None
-        is_captured = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-        self._reads_captured_addresses = self.on_device and is_captured
         self._targets = self._reload_targets()
 
     def engine_id(self, options: EngineOptions) -> str:
@@ -177,7 +174,7 @@ class WorkerRank(EngineRank):
         start.
         """
         before = tensors_of_layers(self.module)
-        places = self._addresses()
+        places = Places(self.module, self.module.parameters())
         config = self._vllm_config
         dtype = config.model_config.dtype
         # Set the config and dtype as vLLM's load at the start does: vLLM makes kernels for them.
@@ -194,8 +191,8 @@ class WorkerRank(EngineRank):
             restore_absent_names(before)
             repack_tied(self.module, loaded)
             repack_cpu_experts(loaded)
-        if self._addresses() != places:
-            raise EngineBrokenError("vLLM's reload has moved parameters to other addresses")
+        if moved := places.replaced():
+            raise EngineBrokenError(f"vLLM's reload has moved {listed(moved)} to other addresses")
 
     def _reload(
         self, weights: Weights, before: list[LayerTensors], *, partial: bool
@@ -250,26 +247,24 @@ class WorkerRank(EngineRank):
                 yield f"{DRAFT_PREFIX}{name}", tensor
 
     def require_reloadable(self) -> None:
-        require_unchanged(self._targets, self._reload_targets())
+        require_same(self._targets, self._reload_targets())
 
     def _reload_targets(self) -> dict[str, object]:
         """Return the model's layers and parameters, to detect whether one was replaced later.
 
         A layer that was replaced since the start would lose its weights in vLLM's reload.
         """
-        targets: dict[str, object] = {}
-        for name, module in self.module.named_modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                targets[name] = weakref.ref(module)
-        addresses = self._addresses() if self._reads_captured_addresses else {}
-        parameters = dict(self.module.named_parameters())
-        ties = tied_to(parameters)
-        for name, tensor in parameters.items():
-            targets[name] = form_of(tensor), ties[name], addresses.get(name)
+        targets: dict[str, object] = {
+            name: weakref.ref(layer)
+            for name, layer in self.module.named_modules()
+            if next(layer.parameters(recurse=False), None) is not None
+        }
+        targets |= forms_of(self.module)
+        is_captured = self._vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        if self.on_device and is_captured:  # a CUDA graph reads from fixed addresses
+            for name, parameter in self.module.named_parameters():
+                targets[name] = targets[name], parameter.data_ptr()
         return targets
-
-    def _addresses(self) -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in self.module.named_parameters()}
 
     def refuse_to_serve(self, reason: str) -> None:
         self.serve_again()
