@@ -285,26 +285,25 @@ class RankModel:
             is_last = plan is planning.plan and self._loaded == switch.version
             return is_ours and is_last and is_wanted()
 
-        def digest() -> int | None:
-            with self.reading:
-                return digest_of_all(plan.parameters.values()) if may_read() else None
-
         with fork_streams(plan.written)():
-            # Digests before and after the comparison show whether something wrote during it.
-            before = digest() if self._comes_as_deltas else None
+            # First take the digest. If something writes after that, before a parameter is compared,
+            # the comparison finds it. If it writes later, the digest before patches differs.
+            digest = None
+            with self.reading:
+                if self._comes_as_deltas and may_read():
+                    digest = digest_of_all(plan.parameters.values())
             for name, copies in switch.compared():
                 with self.reading:
                     if not may_read():
                         return None
                     if not all(same_bytes(*copy) for copy in copies):
                         differing.append(name)
-            after = None if before is None else digest()
             with self.reading:
                 if not may_read():
                     return None
                 differing += plan.places.replaced()
-                if not differing and before is not None and before == after:
-                    self._digest = before
+                if not differing:
+                    self._digest = digest
         return differing
 
     # In the worker's main thread
