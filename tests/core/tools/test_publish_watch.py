@@ -119,7 +119,9 @@ def test_all_that_are_there_are_published_in_the_order_of_saves(out, store):
 def test_what_is_published_is_not_published_again_after_a_restart(capsys, out, store):
     save(out / "checkpoint-1", 1)
     arguments = ["publish", "--watch", out, store, "--count", 1, "--metadata", '{"loss": 2}']
-    assert call(capsys, *arguments)[0] == 0
+    code, printed, _ = call(capsys, *arguments)
+    assert code == 0
+    assert printed.endswith(f", from {out / 'checkpoint-1'}\n")
     save(out / "checkpoint-2", 2)
     assert call(capsys, *arguments)[0] == 0
     with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
