@@ -12,7 +12,7 @@ import ctypes
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -32,8 +32,6 @@ from dbuffer.io.tensors import (
 )
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor
-
-OnBytes = Callable[[int], None]
 
 DIGEST_OF_NOTHING = xxhash.xxh3_64_intdigest(b"")
 

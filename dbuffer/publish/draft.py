@@ -7,7 +7,6 @@ import itertools
 import json
 import mmap
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -29,19 +28,14 @@ from dbuffer.io.tensors import (
     join_blocks,
     pack_checksums,
 )
-from dbuffer.io.transfer import (
-    DIGEST_OF_NOTHING,
-    OnBytes,
-    write_tensor,
-    write_tensors,
-)
+from dbuffer.io.transfer import DIGEST_OF_NOTHING, write_tensor, write_tensors
 from dbuffer.publish.part import Part
 from dbuffer.ranks.world import World
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.writer import BufferWriter, Claim
-from dbuffer.weights.sources import Progress, Source
+from dbuffer.weights.sources import Source
 
 if TYPE_CHECKING:
     from dbuffer.publish.kept_copy import KeptCopy
@@ -199,14 +193,15 @@ class Draft:
 
         The layout is known only after the last tensor, so this method makes the draft's `Part`.
         """
-        specs, end, on_bytes = list[TensorSpec](), 0, counter(source.progress, 0)
+        specs, end, done_bytes = list[TensorSpec](), 0, 0
         for spec, tensor in source.stream or ():
             source.refuse_values([spec], [tensor])
             self._write_tensor(self.claim.weights, len(specs), spec, end, tensor)
             specs.append(spec)
             end = align(end + spec.num_bytes)
-            if on_bytes is not None:
-                on_bytes(spec.num_bytes)
+            done_bytes += spec.num_bytes
+            if source.progress is not None:
+                source.progress(done_bytes, 0)
         if not specs:
             raise InvalidWeightsError("there is no tensor in the weights to publish")
         names = source.new_names([spec.name for spec in specs])
@@ -322,11 +317,12 @@ def fill(target: Draft | KeptCopy, verb: str, source: Source, world: World) -> N
     """
     part, specs = target.part, target.part.layout.specs
     with world.step(f"{verb} its part"):
-        on_bytes = counter(source.progress, part.layout.num_bytes) if source.is_lazy else None
+        done_bytes = 0
         for numbers, elements in part.local_boxes(source):
             target.write(numbers, elements)
-            if on_bytes is not None:
-                on_bytes(sum(specs[number].num_bytes for number in numbers))
+            if source.is_lazy and source.progress is not None:
+                done_bytes += sum(specs[number].num_bytes for number in numbers)
+                source.progress(done_bytes, part.layout.num_bytes)
         if source.is_lazy and not part.gathered:
             source.finish()
     if not part.gathered:
@@ -381,18 +377,3 @@ def _children(value: Any) -> Iterable[Any]:
             raise InvalidWeightsError(f"metadata has a key that is no string: {keys[0]!r:.80}")
         return value.values()
     return value if isinstance(value, list | tuple) else ()
-
-
-def counter(progress: Progress | None, total: int) -> OnBytes | None:
-    if progress is None:
-        return None
-    done = 0
-    lock = threading.Lock()
-
-    def count(num_bytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += num_bytes
-            progress(done, total)
-
-    return count
