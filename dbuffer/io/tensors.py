@@ -218,12 +218,12 @@ def as_bytes(data: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def flat_view(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """View a contiguous tensor's memory as a flat tensor of another dtype."""
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor's memory as a flat tensor of bytes."""
     # A tensor of one element is contiguous with any stride, but torch views it as another dtype
     # only if the stride is 1.
     flat = tensor.detach().reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(dtype)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
@@ -275,11 +275,11 @@ def can_cast_to(dtype: torch.dtype) -> bool:
     return dtype in DTYPE_NAMES and dtype.is_floating_point and not is_special
 
 
-def is_plain(tensor: torch.Tensor, dtype: torch.dtype, *, device: str = "cpu") -> bool:
-    """Whether a tensor on ``device`` has the bytes that a file with ``dtype`` stores for it."""
+def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor in main memory has the bytes that a file with ``dtype`` stores for it."""
     return (
         tensor.dtype is dtype
-        and tensor.device.type == device
+        and tensor.device.type == "cpu"
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
