@@ -6,7 +6,7 @@ embedding; and a model that keeps buffers and a cached head beside its parameter
 
 from __future__ import annotations
 
-from copy import copy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def run(directory: Path) -> None:
     set_packing(packed=False)
     base = save_qwen3(directory / "base", num_hidden_layers=3)
     llm = start_llm(base, how="none")
-    fill_what_replaced_a_parameter_and_refuse_a_layer(directory, base, llm)
+    fill_what_replaced_a_parameter_or_a_layer(directory, base, llm)
     refuse_a_reranker_that_computes_its_head(directory)
     keep_buffers_and_renew_a_cached_head(directory)
 
@@ -45,9 +45,7 @@ def save_qwen3(path: Path, **more: Any) -> Path:
     return path
 
 
-def fill_what_replaced_a_parameter_and_refuse_a_layer(
-    directory: Path, base: Path, llm: Any
-) -> None:
+def fill_what_replaced_a_parameter_or_a_layer(directory: Path, base: Path, llm: Any) -> None:
     model, weights = model_of(llm), weights_in(base)
     mlp = model.model.layers[1].mlp
 
@@ -91,17 +89,32 @@ def fill_what_replaced_a_parameter_and_refuse_a_layer(
         replace_parameter()
         assert follower.sync(force=True) is not None
         switch()
-        # vLLM knows the layers that it has made, and would empty this one.
-        layer = copy(mlp.down_proj)
-        layer._parameters = {"weight": replace(layer.weight)}
-        mlp.down_proj, before = layer, mlp.down_proj
-        send()
-        for force in (False, True):
-            error = error_of(lambda force=force: follower.sync(force=force))
-            assert "something replaced model.layers.1.mlp.down_proj since" in error
-            assert llm.llm_engine.get_weight_version() == "unknown"
-        mlp.down_proj = before
-        assert follower.sync() is not None
+        # vLLM knows the layers that it has made, and would empty these.
+        before = mlp.down_proj
+        shallow = copy(before)
+        shallow._parameters = before._parameters | {"weight": replace(before.weight)}
+        deep = deepcopy(before, {id(before.weight): replace(before.weight)})
+        for mlp.down_proj in (shallow, deep, before):
+            switch()
+            assert follower.sync(force=True) is not None
+            switch()
+            switch()
+        # vLLM computes with the old ones: it finds attention in a table, and the other layer here
+        # calls a method of the layer that it is a copy of.
+        for parent, name in ((model.model.layers[1].self_attn, "attn"), (model.model, "norm")):
+            before = getattr(parent, name)
+            layer = copy(before)
+            if name == "norm":
+                layer._parameters = before._parameters | {"weight": replace(before.weight)}
+                layer.method = before.forward
+            setattr(parent, name, layer)
+            send()
+            for force in (False, True):
+                error = error_of(lambda force=force: follower.sync(force=force))
+                assert f"{name} since following began" in error
+                assert llm.llm_engine.get_weight_version() == "unknown"
+            setattr(parent, name, before)
+            assert follower.sync() is not None
         norm = model.model.layers[1].input_layernorm.weight
         norm.data, memory = model.model.norm.weight.data, norm.data
         error = error_of(lambda: follower.sync(force=True))

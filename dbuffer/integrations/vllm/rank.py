@@ -13,10 +13,11 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
-from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.config import CompilationMode, CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import (
@@ -148,7 +149,7 @@ class WorkerRank(EngineRank):
         if is_launched(vllm_config.parallel_config):  # each process made its own id
             self.instance_id = self.ranks.gather(self.instance_id)[0]
         self._refusal: Any = None
-        self._targets = self._reload_targets()
+        self._note_targets()
 
     def engine_id(self, options: EngineOptions) -> str:
         name = options.engine_id or default_engine_id(self.instance_id)
@@ -164,7 +165,7 @@ class WorkerRank(EngineRank):
             except UnsupportedError as error:
                 logger.warning("the engine's draft keeps its weights: %s", str(error))
                 self._draft, self.module = None, self._target
-                self._targets = self._reload_targets()
+                self._note_targets()
         return vllm_shape_check(self._vllm_config, self.module)
 
     def load(self, tensors: Weights, *, partial: bool) -> None:
@@ -191,6 +192,14 @@ class WorkerRank(EngineRank):
             restore_absent_names(before)
             repack_tied(self.module, loaded)
             repack_cpu_experts(loaded)
+        filled = {id(p) for layer in loaded for p in layer.parameters(recurse=False)}
+        stale = [
+            name
+            for name, layer in self._replacements()
+            if any(id(p) not in filled for p in layer.parameters(recurse=False))
+        ]
+        if stale and not partial:
+            raise EngineBrokenError(f"vLLM's reload has not filled {listed(stale)}")
         if moved := places.replaced():
             raise EngineBrokenError(f"vLLM's reload has moved {listed(moved)} to other addresses")
 
@@ -248,19 +257,36 @@ class WorkerRank(EngineRank):
 
     def require_reloadable(self) -> None:
         require_same(self._targets, self._reload_targets())
+        for name, layer in self._replacements():
+            reload_as(layer, self._infos[name])
+
+    def _replacements(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yield the layers that replaced layers of the engine's start, with their names."""
+        for name, layer in self.module.named_modules():
+            if name in self._infos and get_layerwise_info(layer) is not self._infos[name]:
+                yield name, layer
+
+    def _note_targets(self) -> None:
+        """Note the present layers and parameters as those that vLLM's reload can fill."""
+        self._targets = self._reload_targets()
+        self._infos = {n: get_layerwise_info(layer) for n, layer in self.module.named_modules()}
 
     def _reload_targets(self) -> dict[str, object]:
-        """Return the model's layers and parameters, to detect whether one was replaced later.
+        """Return what vLLM's reload needs of the model's layers and parameters, by name.
 
-        A layer that was replaced since the start would lose its weights in vLLM's reload.
+        A layer can be replaced by one of its class, unless the engine still computes with the old
+        layer: vLLM looks up attention and experts in a table, and compiled code can name layers.
         """
-        targets: dict[str, object] = {
-            name: weakref.ref(layer)
-            for name, layer in self.module.named_modules()
-            if next(layer.parameters(recurse=False), None) is not None
-        }
+        config = self._vllm_config.compilation_config
+        is_captured = config.cudagraph_mode != CUDAGraphMode.NONE
+        is_eager = config.mode == CompilationMode.NONE and not is_captured
+        kept = {*map(id, config.static_forward_context.values())} if is_eager else None
+        targets: dict[str, object] = {}
+        for name, layer in self.module.named_modules():
+            is_kept = kept is None or id(layer) in kept or calls_another(layer)
+            if next(layer.parameters(recurse=False), None) is not None or (kept and is_kept):
+                targets[name] = weakref.ref(layer) if is_kept else type(layer)
         targets |= forms_of(self.module)
-        is_captured = self._vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         if self.on_device and is_captured:  # a CUDA graph reads from fixed addresses
             for name, parameter in self.module.named_parameters():
                 targets[name] = targets[name], parameter.data_ptr()
@@ -411,6 +437,38 @@ def restore_tensors(before: list[LayerTensors]) -> None:
         for table, table_before in zip(tables_of(module), tensors, strict=True):
             table.clear()
             table.update(table_before)
+
+
+def calls_another(layer: torch.nn.Module) -> bool:
+    """Whether a layer has a method of another layer, as a shallow copy can have."""
+    methods = [value for value in vars(layer).values() if isinstance(value, MethodType)]
+    owners = [method.__self__ for method in methods]
+    return any(isinstance(owner, torch.nn.Module) and owner is not layer for owner in owners)
+
+
+def reload_as(layer: torch.nn.Module, info: Any) -> None:
+    """Let vLLM's reload restore a layer in the form of the layer that it replaced.
+
+    ``info``: vLLM's record of the replaced layer.
+    """
+
+    def of_layer(tensor: Any) -> Any:
+        copied = tensor.data
+        copied.__class__, copied.__dict__ = tensor.__class__, tensor.__dict__.copy()
+        for name, loader in vars(copied).items():
+            while getattr(loader, "__name__", None) == "online_process_loader":
+                loader = loader.__wrapped__  # vLLM wrapped it to reload the replaced layer
+            if isinstance(loader, MethodType) and type(loader.__self__) is type(layer):
+                loader = MethodType(loader.__func__, layer)
+            vars(copied)[name] = loader
+        return copied
+
+    ours = get_layerwise_info(layer)
+    ours.restore_device = info.restore_device
+    ours.restore_metadata = tuple(
+        {name: of_layer(tensor) for name, tensor in table.items()}
+        for table in info.restore_metadata
+    )
 
 
 @contextlib.contextmanager
