@@ -73,11 +73,15 @@ QUANTIZED: dict[str, Callable[[Path, int], Path]] = {
     INT8_STATIC: lambda directory, seed: save_int8(directory, seed, static=True),
     "int8": save_int8,
     "int8, a scale a tensor": lambda directory, seed: save_int8(directory, seed, "tensor"),
-    "gptq": int4("gptq"),
-    "awq": int4("awq"),
-    "int4": int4("compressed-tensors"),
 }
-HAS_FP8_CACHES = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+HAS_AVX512 = torch.cpu._is_avx512_supported()
+if HAS_AVX512:  # else vLLM's CPU build has no kernel for weights of 4 bits
+    QUANTIZED |= {
+        "gptq": int4("gptq"),
+        "awq": int4("awq"),
+        "int4": int4("compressed-tensors"),
+    }
+HAS_FP8_CACHES = HAS_AVX512 or torch.cpu._is_amx_tile_supported()
 
 MLP = "model.layers.0.mlp."
 
