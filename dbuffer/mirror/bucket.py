@@ -91,7 +91,7 @@ _REASON = re.compile(
 """Pattern of the status, code and message in an error response from S3, GCS or Azure."""
 
 # URLs of the clouds' metadata services. obstore requests credentials there if the environment has
-# none. So if a request to such a URL fails, there are no credentials.
+# none. So if a request to such a URL fails, there are no credentials, at least for now.
 _NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity")
 
 _S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -118,9 +118,8 @@ class Bucket(Closing):
 
     Every method can raise:
         StoreNotFoundError: the object does not exist.
-        StoreAccessError: the bucket does not exist, access was refused, or the service does not
-            respond.
-        OptionError: no credentials are set, and no request has succeeded so far.
+        StoreAccessError: the bucket does not exist, access was refused, there are no credentials,
+            or the service does not respond.
     """
 
     def __init__(self, url: str) -> None:
@@ -130,7 +129,6 @@ class Bucket(Closing):
             self._obstore: Any = importlib.import_module("obstore")
         self._errors = self._obstore.exceptions
         self._stop = threading.Event()
-        self._has_credentials = False
         self._num_parts = NUM_REQUESTS
         """Number of parts to upload in parallel, which is halved after an upload has failed."""
         self.requests: collections.Counter[str] = collections.Counter()
@@ -343,14 +341,13 @@ class Bucket(Closing):
             try:
                 result = action()
             except FileNotFoundError as error:
-                self._has_credentials = True
                 if any(code in str(error) for code in _NO_BUCKET):
                     raise self._refused(kind, name, error) from error
                 raise StoreNotFoundError(f"there is no {self.name_of(name)}") from error
             except self._errors.GenericError as error:
-                if _NO_CREDENTIALS.search(str(error)) and not self._has_credentials:
+                if _NO_CREDENTIALS.search(str(error)):
                     variables = _VARIABLES.get(self.url.partition(":")[0], _AZURE)
-                    raise OptionError(
+                    raise StoreAccessError(
                         f"no credentials for {self.url}: set {variables} in the environment, or "
                         f"give this host a role ({first_line(error)})"
                     ) from error
@@ -360,7 +357,6 @@ class Bucket(Closing):
             except (self._errors.BaseError, NotImplementedError) as error:
                 raise self._refused(kind, name, error) from error
             else:
-                self._has_credentials = True
                 return result
             logger.debug("%s of %s failed: %s", kind, name, first_line(failure))
             # The retries of a download's range take minutes, and the caller logs only the last

@@ -144,9 +144,6 @@ class BucketSource(Followed):
         version = newest_version(self._bucket)
         return None if version is None else version.manifest
 
-    def copied_from(self) -> str | None:
-        return None  # the target of this mirror is a store, never the bucket
-
     def open_receiver(self, name: str) -> Self:
         self.record = OwnRecord(name)
         self.reader = VersionVerifier(self.record, self._copier)

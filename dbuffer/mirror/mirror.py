@@ -1,10 +1,10 @@
 """`Mirror`: copies each newest version of a store or bucket into another store or bucket.
 
-`MirrorLoop` runs a mirror's steps, and retries each with backoff. A mirror waits until it is
-elected, and then copies each newer version. If the target was removed, the mirror waits to be
-elected again. An `AcknowledgementRelay` copies acknowledgements from the target to the source in a
-separate thread: copying a version can take minutes, and meanwhile the sender must not presume that
-the target's receivers are dead.
+A mirror retries each of its steps with backoff. It waits until it is elected, and then copies each
+newer version. If the target was removed, the mirror waits to be elected again. An
+`AcknowledgementRelay` copies acknowledgements from the target to the source in a separate thread:
+copying a version can take minutes, and meanwhile the sender must not presume that the target's
+receivers are dead.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound, join
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.timing import TIMING
-from dbuffer.runtime.trouble import RetryLoop, log_once
+from dbuffer.runtime.trouble import RetryLoop, log_once, message_of
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import Process
@@ -62,9 +62,6 @@ FINAL = (ClosedError, OptionError, WriterSupersededError)
 
 NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 
-_FIT_S = 10.0
-"""Time after which :meth:`Mirror.start` raises an error that occurs at every retry."""
-
 
 def mirror_id(target: str) -> str:
     """Return the receiver id of a mirror into ``target``. All its mirrors on a machine share it."""
@@ -74,158 +71,6 @@ def mirror_id(target: str) -> str:
         directory = Path(target).stat()
         place = f"{directory.st_dev} {directory.st_ino}"
     return f"mirror-{host_in_id()}-{digest(os.fsencode(f'{Process.here().machine} {place}'))}"
-
-
-class MirrorLoop:
-    """Loop of a mirror: it follows a source, and copies the source's versions into a target."""
-
-    def __init__(
-        self,
-        source: Upstream,
-        target: StoreTarget | BucketTarget,
-        on_copied: Callable[[Publication], None] | None,
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._on_copied = on_copied
-        self._receiver: UpstreamReceiver | None = None
-        """Receiver that reads the source, or None while this mirror is not elected."""
-        self._relay: AcknowledgementRelay | None = None
-        self._check_at = 0.0
-        self.record = OwnRecord("mirror")
-        """Status record of this mirror. Other processes see it once the mirror is elected."""
-        self.is_fit = threading.Event()
-        """Event that is set once the target has no version of an earlier start of the sender."""
-        self.problem: Exception | None = None
-        """Error of the last attempt to be elected, or None if the attempt raised no error."""
-        self.published: int | None = None
-        """Number of the newest version of the source that the mirror need not copy again."""
-
-    def run(self, stop: threading.Event) -> None:
-        try:
-            while not stop.is_set():
-                receiver = self._wait_for_turn(stop)
-                if receiver is not None:
-                    self._mirror(receiver, stop)
-        finally:
-            self._close()
-
-    def wake(self) -> None:
-        if self._receiver is not None:
-            self._receiver.wake()
-
-    def _wait_for_turn(self, stop: threading.Event) -> UpstreamReceiver | None:
-        name = self._source.name
-        retry = RetryLoop(logger, failed=f"mirroring {name}: ", final=FINAL, stop=stop)
-        while not stop.is_set():
-            with retry.attempt():
-                # The mirror is already elected if the last attempt failed after the election.
-                if self._target.is_elected or self._target.elect():
-                    retry.succeeded(f"mirroring {name}")
-                    self._receiver = self._source.open_receiver(mirror_id(self._target.name))
-                    self.record = self._receiver.record
-                    self.record.count(**NO_STATS)
-                    self.is_fit.set()
-                    return self._receiver
-                is_fit = self._target.is_fit()
-                retry.succeeded(f"mirroring {name}")
-                if is_fit and not self.is_fit.is_set():
-                    logger.info("another mirror of %s is at work: standing by", self._target.name)
-                    self.is_fit.set()
-            self.problem, wait_s = retry.error, TIMING.retry_min_s
-            if retry.error is not None:
-                wait_s = min(retry.retry_s, 2 * TIMING.retry_min_s)
-                self.record.count(failures=1)
-                self.record.write_problem(retry.error, None)
-            stop.wait(wait_s)
-        return None
-
-    def _mirror(self, receiver: UpstreamReceiver, stop: threading.Event) -> None:
-        retry = FollowLoop(receiver, "mirroring", logger, forked="follow", final=FINAL, stop=stop)
-        while not stop.is_set():
-            copied = None
-            with retry.attempt():
-                until_check_s = self._check_at - time.monotonic()
-                if until_check_s <= 0:
-                    self._check()
-                elif retry.wait(self.published, timeout_s=until_check_s) is not None:
-                    copied = self._copy_newest(receiver)
-                    retry.used()
-            if copied is not None:
-                if self._on_copied is not None:
-                    self._on_copied(copied)
-                self.published = copied.version
-            elif retry.has_forked:
-                self._close_target()
-                self.published = None
-            elif self._target.is_removed():
-                logger.warning("%s was removed: making it again", self._target.name)
-                self._close()
-                self._target.resign()
-                self.published = None
-                return
-
-    def _copy_newest(self, receiver: UpstreamReceiver) -> Publication | None:
-        """Copy the newest version, or return None if it is already copied or was overwritten."""
-        if self._relay is None:
-            self._target.open()
-            writer = self._source.records(receiver.record)
-            self._relay = AcknowledgementRelay(self._target.receivers, writer)
-        self._note_published(receiver)
-        with receiver.open_seen(self.published) as opened:
-            if opened is None:
-                return None
-            try:
-                copied = self._target.copy(opened, receiver)
-            except OvertakenError:
-                return None
-        receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
-        receiver.record.write(staged=copied.id, problem=None, problem_version=None)
-        return copied
-
-    def _note_published(self, receiver: UpstreamReceiver) -> None:
-        target, source = self._target.newest(), receiver.last_seen
-        if target is None or source is None or target.version == self.published:
-            return
-        match relation(target.lineage, source):
-            case Relation.BEHIND:
-                self.published = target.version
-                receiver.record.write(staged=target.id)
-            case Relation.AHEAD:  # the source may have lost this version; copy the next version
-                log_once(
-                    logger,
-                    "%s went back to version %d, and %s has version %d: it stays, until more is "
-                    "published",
-                    *(self._source.name, source.id.number, self._target.name, target.version),
-                )
-                self.published = source.id.number
-
-    def _check(self) -> None:
-        self._check_at = time.monotonic() + TIMING.bucket_heartbeat_s
-        try:
-            if self._relay is not None:
-                self._target.check()
-        except StoreCorruptError:
-            self.published = None
-            raise
-
-    def _close(self) -> None:
-        # Close the mirror's receiver before the relay: then the last records that the relay writes
-        # show that this receiver has ended.
-        receiver, self._receiver = self._receiver, None
-        try:
-            if receiver is not None:
-                receiver.close()
-        finally:
-            self._close_target()
-
-    def _close_target(self) -> None:
-        relay, self._relay = self._relay, None
-        try:
-            if relay is not None:
-                relay.close()
-        finally:
-            self._target.close()
 
 
 class Mirror(Closing, ProcessBound):
@@ -288,7 +133,19 @@ class Mirror(Closing, ProcessBound):
             if isinstance(target, Bucket)
             else StoreTarget(target, self._source, copier, timeout_s, allow_shared_store=shared)
         )
-        self._loop = MirrorLoop(self._source, self._target, on_copied)
+        self._on_copied = on_copied
+        self._receiver: UpstreamReceiver | None = None
+        """Receiver that reads the source, or None while this mirror is not elected."""
+        self._relay: AcknowledgementRelay | None = None
+        self._record = OwnRecord("mirror")
+        """Status record of this mirror. Other processes see it once the mirror is elected."""
+        self._check_at = 0.0
+        self._published: int | None = None
+        """Number of the newest version of the source that the mirror need not copy again."""
+        self._problem: Exception | None = None
+        """Error of the last attempt to be elected, or None if the attempt raised no error."""
+        self._is_fit = threading.Event()
+        """Event that is set once the target has no version of an earlier start of the sender."""
         self._stop = threading.Event()
         self._starting = threading.Lock()
         """Lock that protects ``_stop`` and ``_thread``."""
@@ -304,38 +161,49 @@ class Mirror(Closing, ProcessBound):
     @property
     def version(self) -> int | None:
         """Number of the newest version in the local store, or None if the store has no version."""
-        return self._loop.published
+        return self._published
 
     @property
     def stats(self) -> dict[str, float]:
         """Totals: ``copied`` versions, ``copied_bytes``, ``copy_s`` (seconds), ``failures``."""
-        return {**NO_STATS, **self._loop.record.current.stats}
+        return {**NO_STATS, **self._record.current.stats}
 
     @property
     def requests(self) -> dict[str, int]:
         """Number of requests to the bucket by kind, such as ``get``, without retries of uploads."""
         return {} if self._bucket is None else dict(self._bucket.requests)
 
-    def start(self) -> Self:
+    def start(self, timeout_s: float = 60.0) -> Self:
         """Mirror in a thread until :meth:`close`; return once receivers can use the local store.
 
         Receivers can use the local store once all its versions are predecessors of the remote
-        store's newest version. Until then, it can hold versions of another run of the sender. If
-        this method raises an error, it closes the mirror.
+        store's newest version. Until then, it can hold versions of another run of the sender.
+
+        Args:
+            timeout_s: how long to wait while each attempt fails. While another mirror copies the
+                first version of the remote store's run, this method waits without a limit.
 
         Raises:
-            OptionError: a sender publishes in the local store.
-            WaitTimeoutError: after 10 s, no mirror has begun to replace versions of another run
-                of the sender in the local store.
-            StoreAccessError, StoreCorruptError: for 10 s the mirror could not compare the stores.
+            OptionError: a sender publishes in the local store, or both paths are the same store.
+            WaitTimeoutError: each attempt to compare the stores has failed, or no mirror has begun
+                to replace versions of another run of the sender. This mirror goes on trying.
             ClosedError, NotReadyError: the mirror was closed, or already runs.
         """
+        limit_s = options.seconds("timeout_s", timeout_s)
         thread = self._begin()
-        try:
-            self._wait_until_fit(thread)
-        except BaseException:
-            self._stop.set()
-            raise
+        deadline = time.monotonic() + limit_s
+        while not self._is_fit.wait(TIMING.look_s) and not self._stop.is_set():
+            if not thread.is_alive():
+                if self.error is not None:
+                    raise self.error
+                break  # there is nothing to mirror
+            problem = self._problem
+            if problem is None:  # another mirror is copying, which may take long
+                deadline = time.monotonic() + limit_s
+            elif time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"receivers cannot use {self._target.name} yet: {message_of(problem)}"
+                ) from problem
         return self
 
     def run(self, stop_event: threading.Event | None = None) -> None:
@@ -345,7 +213,7 @@ class Mirror(Closing, ProcessBound):
         damaged version, an emptied store) are logged, reported in the remote store, and retried.
 
         Raises:
-            OptionError: a sender publishes in the local store, or both paths are the same store.
+            OptionError: as :meth:`start`.
             WriterSupersededError: another writer took the local store over.
             ClosedError, NotReadyError: the mirror was closed, or already runs.
         """
@@ -380,7 +248,7 @@ class Mirror(Closing, ProcessBound):
     def _run(self, is_awaited: bool) -> None:
         leave_core()
         try:
-            self._loop.run(self._stop)
+            self._mirror()
         except BaseException as error:
             if isinstance(error, OneStoreError) and not is_awaited:
                 logger.info("%s", str(error))
@@ -388,10 +256,130 @@ class Mirror(Closing, ProcessBound):
             # `run`, `start` and `wait_until_current` raise this error. If no caller waits in one of
             # these methods, only the log shows the error.
             self.error = error
-            if not is_awaited and self._loop.is_fit.is_set():
+            if not is_awaited and self._is_fit.is_set():
                 logger.exception("the mirror of %s has ended", self._source.name)
         finally:
             self._end()
+
+    def _mirror(self) -> None:
+        name = self._source.name
+        retry = RetryLoop(logger, failed=f"mirroring {name}: ", final=FINAL, stop=self._stop)
+        try:
+            while not self._stop.is_set():
+                with retry.attempt():
+                    self._elect()
+                    retry.succeeded(f"mirroring {name}")
+                self._problem, wait_s = retry.error, TIMING.retry_min_s
+                if self._receiver is not None:
+                    self._follow(self._receiver)
+                    continue
+                if retry.error is not None:
+                    wait_s = min(retry.retry_s, 2 * TIMING.retry_min_s)
+                    self._record.count(failures=1)
+                    self._record.write_problem(retry.error, None)
+                self._stop.wait(wait_s)
+        finally:
+            self._close_ends()
+
+    def _elect(self) -> None:
+        # The mirror is already elected if the last attempt failed after the election.
+        if self._target.is_elected or self._target.elect():
+            self._receiver = self._source.open_receiver(mirror_id(self._target.name))
+            self._record = self._receiver.record
+            self._record.count(**NO_STATS)
+            self._is_fit.set()
+        elif self._target.is_fit() and not self._is_fit.is_set():
+            logger.info("another mirror of %s is at work: standing by", self._target.name)
+            self._is_fit.set()
+
+    def _follow(self, receiver: UpstreamReceiver) -> None:
+        """Copy each newer version, until this mirror is closed or the target is removed."""
+        stop = self._stop
+        retry = FollowLoop(receiver, "mirroring", logger, forked="follow", final=FINAL, stop=stop)
+        while not stop.is_set():
+            copied = None
+            with retry.attempt():
+                until_check_s = self._check_at - time.monotonic()
+                if until_check_s <= 0:
+                    self._check()
+                elif retry.wait(self._published, timeout_s=until_check_s) is not None:
+                    copied = self._copy_newest(receiver)
+                    retry.used()
+            if copied is not None:
+                if self._on_copied is not None:
+                    self._on_copied(copied)
+                self._published = copied.version
+            elif retry.has_forked:
+                self._close_target()
+                self._published = None
+            elif self._target.is_removed():
+                logger.warning("%s was removed: making it again", self._target.name)
+                self._close_ends()
+                self._target.resign()
+                self._published = None
+                return
+
+    def _copy_newest(self, receiver: UpstreamReceiver) -> Publication | None:
+        """Copy the newest version, or return None if it is already copied or was overwritten."""
+        if self._relay is None:
+            self._target.open()
+            writer = self._source.records(receiver.record)
+            self._relay = AcknowledgementRelay(self._target.receivers, writer)
+        self._note_published(receiver)
+        with receiver.open_seen(self._published) as opened:
+            if opened is None:
+                return None
+            try:
+                copied = self._target.copy(opened, receiver)
+            except OvertakenError:
+                return None
+        receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
+        receiver.record.write(staged=copied.id, problem=None, problem_version=None)
+        return copied
+
+    def _note_published(self, receiver: UpstreamReceiver) -> None:
+        target, source = self._target.newest(), receiver.last_seen
+        if target is None or source is None or target.version == self._published:
+            return
+        match relation(target.lineage, source):
+            case Relation.BEHIND:
+                self._published = target.version
+                receiver.record.write(staged=target.id)
+            case Relation.AHEAD:  # the source may have lost this version; copy the next version
+                log_once(
+                    logger,
+                    "%s went back to version %d, and %s has version %d: it stays, until more is "
+                    "published",
+                    *(self._source.name, source.id.number, self._target.name, target.version),
+                )
+                self._published = source.id.number
+
+    def _check(self) -> None:
+        self._check_at = time.monotonic() + TIMING.bucket_heartbeat_s
+        try:
+            if self._relay is not None:
+                self._target.check()
+        except StoreCorruptError:
+            self._published = None
+            raise
+
+    def _close_ends(self) -> None:
+        # Close the mirror's receiver before the relay: then the last records that the relay writes
+        # show that this receiver has ended.
+        receiver, self._receiver = self._receiver, None
+        try:
+            if receiver is not None:
+                receiver.close()
+        finally:
+            self._close_target()
+
+    def _close_target(self) -> None:
+        relay, self._relay = self._relay, None
+        try:
+            if relay is not None:
+                relay.close()
+        finally:
+            self._target.close()
 
     def _end(self) -> None:
         self._copier.close()
@@ -411,12 +399,13 @@ class Mirror(Closing, ProcessBound):
         """
         deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
         newest = self._source.newest()
-        self._loop.wake()
+        if (receiver := self._receiver) is not None:
+            receiver.wake()
         while newest is not None and not self._has(newest):
             if self.error is not None:
                 raise self.error
             if time.monotonic() > deadline:
-                problem = self._loop.record.current.problem
+                problem = self._record.current.problem
                 raise WaitTimeoutError(
                     f"{self._target.name} did not catch up with {self._source.name} within "
                     f"{timeout_s:g} s" + ("" if problem is None else f": {problem}")
@@ -448,20 +437,7 @@ class Mirror(Closing, ProcessBound):
         if pointer is None or not pointer.lineage.reaches(newest.id):
             return False
         is_copied_here = self.is_elected or self.error is not None
-        return not is_copied_here or (self._loop.published or 0) >= newest.version
-
-    def _wait_until_fit(self, thread: threading.Thread) -> None:
-        deadline = time.monotonic() + _FIT_S
-        while not self._loop.is_fit.wait(TIMING.look_s) and not self._stop.is_set():
-            if not thread.is_alive():
-                if self.error is not None:
-                    raise self.error
-                return  # there is nothing to mirror
-            problem = self._loop.problem
-            if problem is None:  # another mirror is copying, which may take long
-                deadline = time.monotonic() + _FIT_S
-            elif time.monotonic() > deadline:
-                raise problem
+        return not is_copied_here or (self._published or 0) >= newest.version
 
 
 def _open_end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:
@@ -509,7 +485,12 @@ def start_mirror(
         if has_source_at_local(source, local):
             logger.info("there is no store at %s: reading the sender's store at %s", source, local)
             return None
-    return Mirror(remote, local, **mirror_options).start()
+    mirror = Mirror(remote, local, **mirror_options)
+    try:
+        return mirror.start()
+    except BaseException:
+        mirror.close()
+        raise
 
 
 def has_source_at_local(remote: Path, local: Path) -> bool:

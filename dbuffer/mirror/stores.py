@@ -35,6 +35,7 @@ from dbuffer.publish.part import Part
 from dbuffer.publish.publisher import Publication
 from dbuffer.ranks.world import World
 from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime import options
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import Contents, DoubleBuffer, require_own_directory
 from dbuffer.store.filesystem import Descriptor, is_locked
@@ -67,16 +68,26 @@ class StoreSource:
     def newest(self) -> Pointer | None:
         return self.store.newest_pointer() if self.store.exists() else None
 
-    def copied_from(self) -> str | None:
-        """Return the source of the newest version if a mirror copied the version, or None."""
-        pointer = self.store.undamaged_pointer()
-        manifest = None if pointer is None else self.store.undamaged_manifest(pointer.buffer)
-        if manifest is None or not manifest.is_copy:
-            return None
-        try:
-            return os.fsdecode((self.store.root / places.MIRROR_LOCK_FILE).read_bytes())
-        except OSError:
-            return None
+    def is_copy_of(self, url: str) -> bool:
+        """Whether mirrors have copied the newest version from a bucket, directly or in turn.
+
+        Of several mirrors in turn, only those whose targets this host can read are known.
+        """
+        store, known = self.store, set[Path]()
+        while store.root not in known:
+            known.add(store.root)
+            pointer = store.undamaged_pointer()
+            manifest = None if pointer is None else store.undamaged_manifest(pointer.buffer)
+            if manifest is None or not manifest.is_copy:
+                return False
+            try:
+                copied_from = os.fsdecode((store.root / places.MIRROR_LOCK_FILE).read_bytes())
+            except OSError:
+                return False
+            if options.is_url(copied_from):
+                return copied_from == url
+            store = DoubleBuffer(copied_from, allow_shared_store=True)
+        return False
 
     def open_receiver(self, name: str) -> WeightReceiver:
         return self._new_receiver(receiver_id=name)

@@ -41,7 +41,14 @@ from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
 from dbuffer.mirror.bucket import Bucket, Listed, Tag
 from dbuffer.mirror.download import missing_files
 from dbuffer.mirror.records import ReceiversOfBucket
-from dbuffer.mirror.stores import SWAPPED, OpenUpstream, Upstream, UpstreamReceiver, copy_deltas
+from dbuffer.mirror.stores import (
+    SWAPPED,
+    OpenUpstream,
+    StoreSource,
+    Upstream,
+    UpstreamReceiver,
+    copy_deltas,
+)
 from dbuffer.publish.publisher import Publication
 from dbuffer.receive.reader import read_whole
 from dbuffer.runtime.timing import TIMING
@@ -103,7 +110,8 @@ class BucketTarget:
         # Refuse a source that is itself a copy of this bucket. This mirror would supersede the
         # mirror that puts the sender's versions into the bucket, and no new version would arrive.
         source = self._source
-        if source.copied_from() == self.name:
+        assert isinstance(source, StoreSource)  # noqa: S101 - two buckets are refused
+        if source.is_copy_of(self.name):
             raise OptionError(
                 f"{source.name} is a copy of {self.name}, so it cannot be copied back: {SWAPPED}"
             )

@@ -164,18 +164,19 @@ def no_place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "loop"
 
 
-def test_no_place_for_a_store(no_place, monkeypatch):
-    monkeypatch.setattr("dbuffer.mirror.mirror._FIT_S", 0.1)  # a mirror waits for its remote store
+def test_no_place_for_a_store(no_place):
     makers = [
         lambda: dbuffer.WeightSender(no_place),
         lambda: dbuffer.WeightReceiver(no_place).wait_for_version(timeout_s=0),
         lambda: dbuffer.WeightReceiver(no_place).load_into({"a": torch.ones(1)}),
         lambda: dbuffer.Mirror(no_place, no_place.with_name("local")).wait_until_current(0),
-        lambda: dbuffer.Mirror(no_place.with_name("remote"), no_place).start(),
     ]
     for make in makers:
         with pytest.raises(dbuffer.StoreAccessError, match=str(no_place)):
             make()
+    with pytest.raises((dbuffer.StoreAccessError, dbuffer.WaitTimeoutError), match=str(no_place)):
+        with dbuffer.Mirror(no_place.with_name("remote"), no_place) as mirror:
+            mirror.start(0.1)
 
 
 def test_a_lazy_module_has_nothing_to_publish_or_to_load_into(store):

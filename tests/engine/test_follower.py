@@ -40,7 +40,7 @@ from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.engine.follower import Follower
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.mirror.mirror import MirrorLoop
+from dbuffer.mirror.mirror import Mirror
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import PublishedRecord
@@ -260,7 +260,7 @@ def test_mirror_that_ended_is_told(scene, shm_path, monkeypatch):
     scene.publish(1)
     with scene.follower(local_store=str(shm_path / "local")) as follower:
         until("it came", lambda: follower.sync() is not None)
-        monkeypatch.setattr(MirrorLoop, "_copy_newest", fail)
+        monkeypatch.setattr(Mirror, "_copy_newest", fail)
         scene.publish(2)
         told = "gets no more versions of .*: OptionError: another store's versions"
         until("it has ended", lambda: follower._view._mirror.error is not None)

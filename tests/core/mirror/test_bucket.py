@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -45,7 +46,8 @@ from tests.support.object_store import (
     truncate_answer,
 )
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
-from tests.support.waiting import meanwhile
+from tests.support.stores import remove_store
+from tests.support.waiting import Gate, meanwhile
 
 pytestmark = pytest.mark.timing(
     bucket_list_s=0.05,
@@ -372,6 +374,149 @@ def test_what_the_network_damages_is_fetched_again(remote, local, proxy, bucket_
     with Way(remote, bucket_url, local, checksum=False) as way:
         way.carry(1, LONG)
     assert any(each.is_faulty for each in proxy.requests)
+
+
+# What ends no mirror, and serves no version of another run
+
+
+def no_bucket(exchange: Exchange) -> None:
+    exchange.body()
+    text = b"<Error><Code>NoSuchBucket</Code><Message>test</Message></Error>"
+    exchange.answer(Answer(404, [("Content-Type", "application/xml")], text))
+
+
+def test_mirrors_wait_for_a_bucket_that_is_made_later(remote, local, proxy, bucket_url):
+    proxy.inject(no_bucket, times=1 << 30)
+    with Way(remote, bucket_url, local) as way:
+        way.sender.send(SMALL.weights(1))
+        until("both have failed", lambda: min(way.failures) > 1)
+        assert "NoSuchBucket" in DoubleBuffer(remote).receivers()[0].problem
+        proxy.heal()
+        way.carry(2)
+        assert way.up.error is way.down.error is None
+
+
+def test_a_mirror_that_stands_by_is_elected_while_the_service_fails(
+    remote, local, proxy, bucket_url
+):
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket_url) as up:
+        send(sender, up, 1)
+        with Child(mirror_for_ever, bucket_url, local) as first:
+            first.receive()
+            assert_copied(local, LONG, 1)
+            with mirror(bucket_url, local) as second:
+                assert not second.is_elected
+                proxy.inject(status(503), times=1 << 30)
+                first.kill()
+                until("it has failed", lambda: second.stats["failures"] > 1)
+                assert second.error is None
+                proxy.heal()
+                send(sender, up, 2)
+                assert_copied(local, LONG, 2)
+                assert second.is_elected
+
+
+def is_upload(request: Request) -> bool:
+    return request.method == "PUT" and "/versions/" in request.path
+
+
+def test_a_store_that_is_started_over_twice_during_an_upload_is_followed(
+    remote, local, proxy, bucket_url
+):
+    """The upload of a run in between is refused in the end, when its store has gone."""
+    gate = Gate()
+
+    def refuse(exchange: Exchange) -> None:
+        exchange.body()
+        gate.hold_up()
+        status(400)(exchange)
+
+    with Way(remote, bucket_url, local) as way:
+        way.carry(5)
+        way.sender.close()
+        proxy.inject(refuse, when=is_upload)
+        for _ in range(2):
+            remove_store(remote)
+            with dbuffer.WeightSender(remote, checksum=True) as sender:
+                last = sender.send(OTHER.weights(3))
+                assert gate.is_there.wait(TIMEOUT_S)
+        gate.may_go_on.set()
+        until("it has arrived", lambda: DoubleBuffer(local).newest_pointer().id == last.id)
+        assert way.up.error is way.down.error is None
+
+
+@pytest.mark.parametrize("then", ["killed", "alive"])
+def test_a_start_at_a_node_returns_when_readers_find_nothing_of_the_last_run(
+    remote, local, proxy, bucket_url, then
+):
+    """While another mirror downloads the first version of a run, and after a kill in it."""
+    held = Hold()
+    with (
+        dbuffer.WeightSender(remote, checksum=True) as before,
+        mirror(remote, bucket_url) as up,
+        Child(mirror_for_ever, bucket_url, local) as first,
+    ):
+        send(before, up, *range(1, 6))
+        first.receive()
+        assert_copied(local, LONG, 5)
+        before.close()
+        proxy.inject(
+            held, when=lambda each: each.method == "GET" and each.path.endswith(".weights"), nth=2
+        )
+        remove_store(remote)
+        with dbuffer.WeightSender(remote, checksum=True) as sender:
+            sent = sender.send(LONG.weights(9), version=3)
+            assert held.is_there.wait(TIMEOUT_S)
+            assert newest(local, LONG) == 5
+            if then == "killed":
+                first.kill()
+            with meanwhile(held.may_go_on.set, after_s=0.5), mirror(bucket_url, local):
+                with dbuffer.WeightReceiver(local) as reader:
+                    with reader.open(timeout_s=TIMEOUT_S) as snapshot:
+                        assert snapshot.id == sent.id
+
+
+def test_a_foreign_pointer_for_a_moment_leaves_a_node_usable(remote, local, shm_path, bucket):
+    """Its mirror is started again when the pointer of its own run is back."""
+    others = Bucket(f"{bucket.url}-others")
+    with dbuffer.WeightSender(shm_path / "others") as sender:
+        with mirror(shm_path / "others", others.url) as up:
+            send(sender, up, *range(1, 4), pattern=OTHER)
+    with others:
+        foreign = {name: read_object(others, name) for name in others.list("versions")}
+        foreign[POINTER_OBJECT] = read_object(others, POINTER_OBJECT)
+    with Way(remote, bucket.url, local) as way:
+        way.carry(1)
+        own = read_object(bucket, POINTER_OBJECT)
+        for name, data in foreign.items():
+            bucket.put(name, data)
+        until("the foreign one is there", lambda: newest(local, OTHER) == 3)
+        way.down.close()
+        bucket.put(POINTER_OBJECT, own)
+        with mirror(bucket.url, local) as way.down:
+            assert_copied(local, SMALL, 1)
+            way.carry(2)
+        assert way.up.error is None
+
+
+def read_object(bucket: Bucket, name: str) -> bytes:
+    return bytes(bucket.get_range(name, 0, bucket.list(name)[name].num_bytes))
+
+
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_a_copy_of_a_copy_of_the_bucket_is_not_copied_into_it(remote, shm_path, bucket, hops):
+    places = [bucket.url, *(shm_path / f"hop-{hop}" for hop in range(hops))]
+    with contextlib.ExitStack() as stack:
+        with dbuffer.WeightSender(remote) as sender:
+            sender.send(SMALL.weights(1))
+        up = stack.enter_context(mirror(remote, bucket.url))
+        up.wait_until_current(TIMEOUT_S)
+        for pair in itertools.pairwise(places):
+            stack.enter_context(mirror(*pair)).wait_until_current(TIMEOUT_S)
+        swapped = stack.enter_context(mirror(places[-1], bucket.url))
+        until("it has ended", lambda: swapped.error is not None)
+        assert "did you swap source and target?" in str(swapped.error)
+        assert up.error is None
 
 
 # Slow and broken links

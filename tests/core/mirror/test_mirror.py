@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -32,10 +31,9 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.io import chain_reader
-from dbuffer.mirror import mirror as mirrors
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.mirror import FINAL, Mirror, mirror_id, start_mirror
-from dbuffer.mirror.stores import StoreTarget, state_of_senders
+from dbuffer.mirror.stores import StoreSource, StoreTarget, state_of_senders
 from dbuffer.publish.publisher import Publication
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.store import filesystem, kept
@@ -179,7 +177,8 @@ def refused(source: Path, target: Path, *, error: type[Exception] = dbuffer.Opti
     """
     before = contents(target, "mirror.lock")
     is_final = error is dbuffer.OptionError
-    for begin in (Mirror.start, Mirror.run) if is_final else (Mirror.start,):
+    start = partial(Mirror.start, timeout_s=0.5)
+    for begin in (start, Mirror.run) if is_final else (start,):
         with quick(source, target) as one, pytest.raises(error) as caught:
             begin(one)
         assert contents(target, "mirror.lock") == before
@@ -793,9 +792,8 @@ def read_and_stay(connection: Connection, store: Path, name: str) -> None:
 
 @pytest.mark.parametrize("source", ["away", "empty"])
 @pytest.mark.timing(retry_min_s=0.05)
-def test_a_copy_of_nothing_is_not_taken_for_the_newest(remote, local, source, monkeypatch):
+def test_a_copy_of_nothing_is_not_taken_for_the_newest(remote, local, source):
     """A start says how to remove it, unless a version in it is pinned; a run waits."""
-    monkeypatch.setattr(mirrors, "_FIT_S", 0.5)
     publish(remote, 50)
     mirror_once(remote, local)
     shutil.rmtree(remote)
@@ -812,7 +810,7 @@ def test_a_copy_of_nothing_is_not_taken_for_the_newest(remote, local, source, mo
         one = quick(remote, local)
         stack.enter_context(meanwhile(one.run))
         stack.enter_context(one)  # closed first, so that its run ends if the test fails
-        until("it has looked", lambda: one._loop.problem is not None)
+        until("it has looked", lambda: one._problem is not None)
         publish(remote, 60)
         # A reader of the old copy would be told that the store was emptied.
         until("it is copied", lambda: one.version == 60)
@@ -894,7 +892,6 @@ def test_start_returns_when_readers_find_nothing_of_the_last_run(
     remote, local, another, then, before, monkeypatch
 ):
     """While the first copy of a run is on its way, however long, and after a kill in it."""
-    monkeypatch.setattr(mirrors, "_FIT_S", 0.1)
     publish(remote, *range(1, 6))
     with Child(copy_slowly, remote, local, before) as copying:
         until("it is copied", lambda: newest(local) == 5)
@@ -910,7 +907,7 @@ def test_start_returns_when_readers_find_nothing_of_the_last_run(
             waiter = threading.Timer(0.5, copying.send)
             waiter.start()
         before_each_copy(monkeypatch, lambda: time.sleep(0.2))
-        with quick(remote, local).start() as one:
+        with quick(remote, local).start(0.1) as one:
             with dbuffer.WeightReceiver(local) as reader, reader.open(timeout_s=TIMEOUT_S) as first:
                 assert OTHER.version_of(dict(first.tensors)) == 7
             arrives(one, local, 7, OTHER)
@@ -918,38 +915,46 @@ def test_start_returns_when_readers_find_nothing_of_the_last_run(
             waiter.join()
 
 
+@pytest.mark.timing(retry_min_s=0.02)
 def test_start_outlasts_a_failed_look_in_a_long_first_copy(remote, local, monkeypatch):
     """The copy, by another mirror, has taken longer than an error may last."""
-    monkeypatch.setattr(mirrors, "_FIT_S", 0.0)
-    num_looks, num_asked, starter = 0, 0, threading.current_thread()
-
-    def monotonic() -> float:
-        nonlocal num_asked
-        num_asked += threading.current_thread() is starter
-        return time.monotonic()
+    num_looks, timeout_s = 0, 1.0
 
     def is_fit(*_: object) -> bool:
         nonlocal num_looks
         num_looks += 1
-        if num_looks == 2:  # the time since the start is over by now
-            monkeypatch.setattr(mirrors, "_FIT_S", TIMEOUT_S)
-            asked = num_asked
-            until("the start has seen no error", lambda: num_asked > asked + 1)
+        if num_looks == 2:
+            time.sleep(2 * timeout_s)
         if num_looks == 3:
             raise dbuffer.StoreAccessError("the network is down")
         return num_looks > 3
 
-    clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep, time=time.time)
-    monkeypatch.setattr(mirrors, "time", clock)
     monkeypatch.setattr(StoreTarget, "elect", lambda *_: False)
     monkeypatch.setattr(StoreTarget, "is_fit", is_fit)
-    with quick(remote, local).start() as one:
+    with quick(remote, local).start(timeout_s) as one:
         assert not one.is_elected
 
 
-def test_two_remote_stores_do_not_share_a_local_one(remote, local, another, monkeypatch):
+@pytest.mark.timing(retry_min_s=0.02)
+def test_a_start_that_has_waited_in_vain_goes_on(remote, local, monkeypatch):
+    """What it waits for may come later: only errors that do not pass end a mirror."""
+    newest_of = StoreSource.newest
+
+    def fail(*_: object) -> None:
+        raise dbuffer.StoreAccessError("the network is down")
+
+    publish(remote, 1)
+    with quick(remote, local) as one:
+        monkeypatch.setattr(StoreSource, "newest", fail)
+        with pytest.raises(dbuffer.WaitTimeoutError, match="the network is down"):
+            one.start(0.1)
+        monkeypatch.setattr(StoreSource, "newest", newest_of)
+        arrives(one, local, 1)
+        assert one.error is None
+
+
+def test_two_remote_stores_do_not_share_a_local_one(remote, local, another):
     """While the one's mirror is at work, the other's readers would be given its versions."""
-    monkeypatch.setattr(mirrors, "_FIT_S", 0.3)
     publish(remote, 50)
     publish(another, 1)
     with quick(remote, local).start() as one:

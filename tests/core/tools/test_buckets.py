@@ -39,6 +39,7 @@ pytestmark = pytest.mark.timing(
 )
 
 LONG = Sparse(num_tensors=9, numel=1 << 14)
+BUCKET = "s3://bucket/policy"
 
 
 @contextlib.contextmanager
@@ -344,21 +345,35 @@ def test_a_bucket_that_cannot_be_reached(capsys, proxy, bucket_url, command):
             assert reason in err
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["status URL", "doctor URL", "mirror URL y", "mirror x URL"],
-)
-def test_a_bucket_without_credentials(capsys, monkeypatch, shm_path, command):
+@pytest.fixture
+def no_credentials(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Start of the message of a process that has none, nor a service that gives it some."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    return f"no credentials for {BUCKET}: set AWS_ACCESS_KEY_ID "
+
+
+def test_a_bucket_without_credentials(capsys, no_credentials):
+    code, _, err = call(capsys, "status", BUCKET)
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith(f"dbuffer: {no_credentials}")
+    code, out, err = call(capsys, "doctor", BUCKET)
+    assert (code, err) == (1, "")
+    assert no_credentials in " ".join(out.split())
+
+
+@pytest.mark.parametrize("ends", [(BUCKET, "y"), ("x", BUCKET)], ids=["down", "up"])
+def test_a_mirror_waits_for_credentials(monkeypatch, shm_path, no_credentials, caplog, ends):
+    """A service that gives a host its role's credentials may be away for a while."""
     monkeypatch.chdir(shm_path)
-    with dbuffer.WeightSender("x") as sender:
+    with dbuffer.WeightSender("x") as sender, dbuffer.Mirror(*ends) as mirror:
         sender.send({"a": torch.ones(3)})
-    code, _, err = call(capsys, *command.replace("URL", BUCKET).split())
-    assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith(f"dbuffer: no credentials for {BUCKET}: set AWS_ACCESS_KEY_ID ")
+        with contextlib.suppress(dbuffer.WaitTimeoutError):
+            mirror.start(0.1)
+        until("it is told", lambda: no_credentials in caplog.text)
+        assert mirror.error is None
 
 
 def test_a_mirror_that_was_superseded_has_an_exit_code_of_its_own(tmp_path, remote, bucket_url):
@@ -391,7 +406,6 @@ def test_nothing_was_published(capsys, bucket_url, has_others):
         assert bucket.list("") == before
 
 
-BUCKET = "s3://bucket/policy"
 LOOKING = ("status URL", "doctor URL")
 TAKING = (*LOOKING, "mirror URL y", "mirror x URL")
 FOLLOWING = ("ls URL", "verify URL", "follow URL")
