@@ -30,8 +30,7 @@ from benchmarks.link import CLIENT, CONGESTION_CONTROL, SERVER, Link, Relay, Sha
 from benchmarks.measure import median, timed
 from benchmarks.processes import child, scratch_folder
 from benchmarks.targets import Check, at_most
-from dbuffer.format.objects import RANGE_BYTES
-from dbuffer.mirror.bucket import NUM_REQUESTS, PART_BYTES
+from dbuffer.mirror.bucket import NUM_REQUESTS, PART_BYTES, RANGE_BYTES
 from tests.support.object_server import BUCKET, ObjectServer, environment
 
 _URL = f"s3://{BUCKET}/links"

@@ -30,8 +30,7 @@ from benchmarks.models import Shapes, Weights
 from benchmarks.processes import child, reply, scratch_folder
 from benchmarks.request_costs import KINDS, PRICES, Ends, Requests
 from benchmarks.targets import at_most
-from dbuffer.format.objects import RANGE_BYTES
-from dbuffer.mirror.bucket import NUM_REQUESTS, PART_BYTES
+from dbuffer.mirror.bucket import NUM_REQUESTS, PART_BYTES, RANGE_BYTES
 from tests.support.object_server import BUCKET, ObjectServer, environment
 
 _WARM_UPS = 2

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dbuffer.format.objects import RANGE_BYTES
-from dbuffer.mirror.bucket import num_puts
+from dbuffer.mirror.bucket import RANGE_BYTES, num_puts
 
 Requests = Mapping[str, float]
 """Number of requests by kind."""

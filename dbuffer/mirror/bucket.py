@@ -15,12 +15,10 @@ import logging
 import random
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
-
-import xxhash
 
 from dbuffer.errors import (
     OptionError,
@@ -28,17 +26,8 @@ from dbuffer.errors import (
     StoreCorruptError,
     StoreNotFoundError,
 )
-from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, RecordT, decode
-from dbuffer.format.objects import (
-    MAX_OBJECT_BYTES,
-    RANGE_BYTES,
-    Content,
-    FileObject,
-    Kind,
-    file_object,
-)
-from dbuffer.io.tensors import join_digests
+from dbuffer.format.objects import MAX_OBJECT_BYTES, FileObject
 from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.extras import needed_for
@@ -57,6 +46,9 @@ Tag: TypeAlias = dict[str, str]
 NUM_REQUESTS = 8
 """Maximum number of parallel requests. A single request does not use all of the bandwidth."""
 
+RANGE_BYTES = 32 << 20
+"""Bytes of a file that one request gets. Small enough for many requests in parallel, and large
+enough that the overhead of each request is small."""
 PART_BYTES = 16 << 20
 """Minimum size of each part of an upload, except for a file's last part."""
 _MAX_PARTS = 10_000  # of an object on S3
@@ -82,9 +74,6 @@ UPLOAD_RETRIES_S = 180.0
 
 _LIST_PAGE = 1000  # objects in the response to a list request
 
-_REFUSED = re.compile(r"status code: 4(0[1345]|16) ")
-"""Pattern of an HTTP status that a retry cannot change, in the message of an obstore error."""
-
 _REASON = re.compile(
     r"status code: (\d+) .*<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.DOTALL
 )
@@ -93,6 +82,8 @@ _REASON = re.compile(
 # URLs of the clouds' metadata services. obstore requests credentials there if the environment has
 # none. So if a request to such a URL fails, there are no credentials, at least for now.
 _NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity")
+_REFUSED = re.compile(rf"status code: 4(0[1345]|16) |{_NO_CREDENTIALS.pattern}")
+"""Pattern of an error that is not retried at once: an HTTP status, or missing credentials."""
 
 _S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _AZURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
@@ -109,6 +100,35 @@ class Listed(NamedTuple):
     num_bytes: int
     put_at: float
     """Time on the storage service's clock when the object was last put."""
+
+
+class Parallelism:
+    """Limit of the requests in parallel: halved if one fails, raised by one if one succeeds.
+
+    On a slow link, many requests in parallel would all time out.
+    """
+
+    def __init__(self) -> None:
+        self.limit = NUM_REQUESTS
+        self._num_active = 0
+        self._has_changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Wait until another request is within the limit, for the request in a ``with`` block."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._num_active < self.limit)
+            self._num_active += 1
+        try:
+            yield
+            limit = min(NUM_REQUESTS, self.limit + 1)
+        except BaseException:
+            limit = max(1, self.limit // 2)
+            raise
+        finally:
+            with self._has_changed:
+                self.limit, self._num_active = limit, self._num_active - 1
+                self._has_changed.notify_all()
 
 
 class Bucket(Closing):
@@ -129,8 +149,7 @@ class Bucket(Closing):
             self._obstore: Any = importlib.import_module("obstore")
         self._errors = self._obstore.exceptions
         self._stop = threading.Event()
-        self._num_parts = NUM_REQUESTS
-        """Number of parts to upload in parallel, which is halved after an upload has failed."""
+        self._parallelism = Parallelism()
         self.requests: collections.Counter[str] = collections.Counter()
         """Number of requests made, by kind: get, put, list, delete."""
         try:
@@ -163,28 +182,18 @@ class Bucket(Closing):
         """Stop retrying failed requests. obstore still retries the parts of a current upload."""
         self._stop.set()
 
-    def upload(self, version: VersionId, kind: Kind, data: memoryview) -> FileObject:
-        """Upload a version's weights file or delta, in parallel parts."""
-
-        def hash_range(start: int) -> int:
-            return xxhash.xxh3_64_intdigest(data[start : start + RANGE_BYTES])
-
-        digests = self.in_parallel(hash_range, range(0, len(data), RANGE_BYTES))
-        file = file_object(version, kind, _content(len(data), digests))
+    def upload(self, name: str, data: memoryview) -> FileObject:
+        """Upload a file, in parallel parts."""
         self.requests["put"] += num_puts(len(data)) - 1  # `_request` counts one put
         put = functools.partial(
             self._obstore.put,
-            *(self._uploads, file.name, data),
+            *(self._uploads, name, data),
             chunk_size=_part_bytes(len(data)),
-            max_concurrency=self._num_parts,
+            max_concurrency=self._parallelism.limit,
         )
-        try:
-            self._request("put", file.name, put, attempts=1)
-        except StoreAccessError:
-            self._num_parts = max(1, self._num_parts // 2)
-            raise
-        self._num_parts = min(NUM_REQUESTS, self._num_parts + 1)
-        return file
+        with self._parallelism.request():
+            self._request("put", name, put, attempts=1)
+        return FileObject(name, len(data))
 
     def download(self, file: FileObject, place: Callable[[int, memoryview], None]) -> None:
         """Download a file, in parallel ranges.
@@ -192,45 +201,34 @@ class Bucket(Closing):
         Several threads call ``place`` with the offset of a piece in the file and the piece's bytes.
 
         Raises:
-            StoreCorruptError: the content differs from the published file.
+            StoreCorruptError: the file has another size than was published.
         """
-        size = file.content.num_bytes
 
-        def get_range(start: int) -> int:
-            return self._download_range(file, start, min(start + RANGE_BYTES, size), place)
+        def get_range(start: int) -> None:
+            self._download_range(file, start, min(start + RANGE_BYTES, file.num_bytes), place)
 
-        for _ in range(2):  # a second time in case the network damaged the content
-            digests = self.in_parallel(get_range, range(0, size, RANGE_BYTES))
-            if _content(size, digests) == file.content:
-                return
-        raise StoreCorruptError(
-            f"{self.name_of(file.name)} was downloaded twice, and both times differed from the "
-            "published file"
-        )
+        self.in_parallel(get_range, range(0, file.num_bytes, RANGE_BYTES))
 
     def _download_range(
         self, file: FileObject, start: int, end: int, place: Callable[[int, memoryview], None]
-    ) -> int:
-        # ``at`` is the position of the next byte: a retry requests only the bytes from there on.
-        hasher, at = xxhash.xxh3_64(), start
+    ) -> None:
+        at = start  # position of the next byte: a retry requests only the bytes from there on
 
         def request() -> None:
             nonlocal at
             if at == end:  # the last request failed after its last byte
                 return
-            result = self._obstore.get(self._objects, file.name, options={"range": (at, end)})
-            if result.meta["size"] != file.content.num_bytes:
-                name = self.name_of(file.name)
-                raise StoreCorruptError(f"{name} has another size than the published file")
-            # Copy and hash piece by piece: a piece that was just copied is still in the CPU cache.
-            for piece in result.stream(min_chunk_size=_PIECE_BYTES):
-                data = memoryview(piece)
-                place(at, data)
-                hasher.update(data)
-                at += data.nbytes
+            with self._parallelism.request():
+                result = self._obstore.get(self._objects, file.name, options={"range": (at, end)})
+                if result.meta["size"] != file.num_bytes:
+                    name = self.name_of(file.name)
+                    raise StoreCorruptError(f"{name} has another size than the published file")
+                for piece in result.stream(min_chunk_size=_PIECE_BYTES):
+                    data = memoryview(piece)
+                    place(at, data)
+                    at += data.nbytes
 
         self._request("get", file.name, request, attempts=_RANGE_ATTEMPTS)
-        return hasher.intdigest()
 
     def get_range(self, name: str, start: int, end: int) -> memoryview:
         get = functools.partial(self._obstore.get_range, self._objects, name, start=start, end=end)
@@ -339,37 +337,35 @@ class Bucket(Closing):
         for attempt, pause_s in enumerate(doubling(TIMING.request_retry_s, _MAX_PAUSE_S), 1):
             self.requests[kind] += 1
             try:
-                result = action()
+                return action()
             except FileNotFoundError as error:
-                if any(code in str(error) for code in _NO_BUCKET):
-                    raise self._refused(kind, name, error) from error
-                raise StoreNotFoundError(f"there is no {self.name_of(name)}") from error
-            except self._errors.GenericError as error:
-                if _NO_CREDENTIALS.search(str(error)):
-                    variables = _VARIABLES.get(self.url.partition(":")[0], _AZURE)
-                    raise StoreAccessError(
-                        f"no credentials for {self.url}: set {variables} in the environment, or "
-                        f"give this host a role ({first_line(error)})"
-                    ) from error
-                if _REFUSED.search(str(error)):
-                    raise self._refused(kind, name, error) from error
-                failure = error
+                if not any(code in str(error) for code in _NO_BUCKET):
+                    raise StoreNotFoundError(f"there is no {self.name_of(name)}") from error
+                raise self._failure(kind, name, error) from error
             except (self._errors.BaseError, NotImplementedError) as error:
-                raise self._refused(kind, name, error) from error
-            else:
-                return result
-            logger.debug("%s of %s failed: %s", kind, name, first_line(failure))
+                failure = self._failure(kind, name, error)
+                is_generic = isinstance(error, self._errors.GenericError)
+                if not is_generic or _REFUSED.search(str(error)):
+                    raise failure from error
+                cause = error
+            logger.debug("%s", failure)
             # The retries of a download's range take minutes, and the caller logs only the last
             # error. So log one earlier error here, after ``_ATTEMPTS`` attempts.
             if attempt == _ATTEMPTS < attempts:
-                log_once(logger, "trying again to %s %s: %s", kind, name, first_line(failure))
+                log_once(logger, "trying again: %s", str(failure))
             # A random pause keeps many clients from retrying at the same time.
             if attempt == attempts or self._stop.wait(pause_s * random.uniform(0.5, 1)):  # noqa: S311
                 break
-        raise self._refused(kind, name, failure) from failure
+        raise failure from cause
 
-    def _refused(self, kind: str, name: str, error: Exception) -> StoreAccessError:
+    def _failure(self, kind: str, name: str, error: Exception) -> StoreAccessError:
         reason = first_line(error)
+        if _NO_CREDENTIALS.search(str(error)):
+            variables = _VARIABLES.get(self.url.partition(":")[0], _AZURE)
+            return StoreAccessError(
+                f"no credentials for {self.url}: set {variables} in the environment, or give this "
+                f"host a role ({reason})"
+            )
         if (match := _REASON.search(str(error))) is not None:
             status, code, message = match.groups()
             reason = f"{status} {code}: {message:.300}"
@@ -384,10 +380,6 @@ def num_puts(num_bytes: int) -> int:
 
 def _part_bytes(num_bytes: int) -> int:
     return max(PART_BYTES, -(-num_bytes // _MAX_PARTS))
-
-
-def _content(num_bytes: int, digests: list[int]) -> Content:
-    return Content(num_bytes, f"{join_digests(digests):016x}")
 
 
 def _tag_of(described: Mapping[str, Any]) -> Tag:

@@ -31,7 +31,7 @@ from dbuffer.format.lineage import Relation, relation
 from dbuffer.format.manifest import Versioned, host_in_id
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
-from dbuffer.mirror.download import BucketSource
+from dbuffer.mirror.bucket_ends import BucketSource, BucketTarget
 from dbuffer.mirror.records import AcknowledgementRelay
 from dbuffer.mirror.stores import (
     OneStoreError,
@@ -41,7 +41,6 @@ from dbuffer.mirror.stores import (
     UpstreamReceiver,
     state_of_senders,
 )
-from dbuffer.mirror.upload import BucketTarget
 from dbuffer.publish.publisher import Publication
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime import options
@@ -180,13 +179,13 @@ class Mirror(Closing, ProcessBound):
         store's newest version. Until then, it can hold versions of another run of the sender.
 
         Args:
-            timeout_s: how long to wait while each attempt fails. While another mirror copies the
-                first version of the remote store's run, this method waits without a limit.
+            timeout_s: how long to wait while each attempt fails. While another mirror replaces
+                versions of another run, this method waits without a limit.
 
         Raises:
             OptionError: a sender publishes in the local store, or both paths are the same store.
-            WaitTimeoutError: each attempt to compare the stores has failed, or no mirror has begun
-                to replace versions of another run of the sender. This mirror goes on trying.
+            WaitTimeoutError: each attempt to compare the stores has failed, or the local store has
+                versions of a mirror that follows another store. This mirror goes on trying.
             ClosedError, NotReadyError: the mirror was closed, or already runs.
         """
         limit_s = options.seconds("timeout_s", timeout_s)

@@ -6,11 +6,10 @@ import contextlib
 import functools
 import logging
 import os
-import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from dbuffer.errors import (
     OptionError,
@@ -28,7 +27,6 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of, read_tensors
-from dbuffer.mirror.download import BucketSource, OpenBucketVersion
 from dbuffer.mirror.records import StoreRecords
 from dbuffer.publish.draft import Draft
 from dbuffer.publish.part import Part
@@ -36,12 +34,16 @@ from dbuffer.publish.publisher import Publication
 from dbuffer.ranks.world import World
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
-from dbuffer.store import filesystem, kept
-from dbuffer.store.buffer import Contents, DoubleBuffer, require_own_directory
+from dbuffer.runtime.trouble import log_once
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer, require_own_directory
 from dbuffer.store.filesystem import Descriptor, is_locked
 from dbuffer.store.open_version import OpenStoreVersion, open_newest
 from dbuffer.store.records import OwnRecord
 from dbuffer.store.writer import BufferWriter
+
+if TYPE_CHECKING:
+    from dbuffer.mirror.bucket_ends import BucketSource, OpenBucketVersion
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +82,10 @@ class StoreSource:
             manifest = None if pointer is None else store.undamaged_manifest(pointer.buffer)
             if manifest is None or not manifest.is_copy:
                 return False
-            try:
-                copied_from = os.fsdecode((store.root / places.MIRROR_LOCK_FILE).read_bytes())
-            except OSError:
-                return False
-            if options.is_url(copied_from):
-                return copied_from == url
-            store = DoubleBuffer(copied_from, allow_shared_store=True)
+            source = _source_of_mirror(store)
+            if source is None or options.is_url(source):
+                return source == url
+            store = DoubleBuffer(source, allow_shared_store=True)
         return False
 
     def open_receiver(self, name: str) -> WeightReceiver:
@@ -96,9 +95,9 @@ class StoreSource:
         return StoreRecords(self.store)
 
 
-Upstream: TypeAlias = StoreSource | BucketSource
-UpstreamReceiver: TypeAlias = WeightReceiver | BucketSource
-OpenUpstream: TypeAlias = OpenStoreVersion | OpenBucketVersion
+Upstream: TypeAlias = "StoreSource | BucketSource"
+UpstreamReceiver: TypeAlias = "WeightReceiver | BucketSource"
+OpenUpstream: TypeAlias = "OpenStoreVersion | OpenBucketVersion"
 
 
 def copy_deltas(
@@ -212,7 +211,7 @@ class StoreTarget:
             lock.close()
             raise
         self._lock = lock
-        with contextlib.suppress(OSError):  # such as a full disk; the name is not essential
+        with contextlib.suppress(OSError):  # such as a full disk; mirrors can do without the name
             os.ftruncate(lock.number, 0)
             filesystem.write_at(lock.number, 0, os.fsencode(self._source.name))
         return True
@@ -230,19 +229,23 @@ class StoreTarget:
     def is_fit(self) -> bool:
         """Whether receivers can use the target: no version in it has forked from the source.
 
+        If versions have forked, the elected mirror is about to replace them.
+
         Raises:
-            WaitTimeoutError: the versions have forked, and no mirror is replacing the target's
-                version.
+            WaitTimeoutError: the versions have forked, and the elected mirror follows another
+                source.
         """
-        is_prepared = self._is_prepared()  # first: the other mirror can finish now
         if not self._has_forked():
             return True
-        if is_prepared:
+        source = _source_of_mirror(self._store)
+        if source == self._source.name:
+            message = "waiting until the mirror of %s has replaced versions that forked from %s"
+            log_once(logger, message, self.name, source)
             return False
         raise WaitTimeoutError(
             f"{self.name} holds a version that does not lead to the newest version of "
-            f"{self._source.name}, and the mirror of {self.name} has not replaced it: does that "
-            "mirror follow another store? If so, stop it, or name another directory"
+            f"{self._source.name}, and the mirror of {self.name} follows {source}: stop that "
+            "mirror, or name another directory"
         )
 
     def open(self) -> None:
@@ -310,7 +313,7 @@ class StoreTarget:
             if checksums is not None:
                 return checksums
         copier, hashed = self._copier, draft.hashed and draft.is_mapped
-        if isinstance(opened, OpenBucketVersion):
+        if not isinstance(opened, OpenStoreVersion):
             memory = draft.memory()
             checksums = opened.read_into(memory, copier, hashed=hashed)
         elif draft.is_mapped or opened.manifest.anchor is not None:
@@ -373,25 +376,10 @@ class StoreTarget:
             return
         if any(store.may_live(record) for record in store.receivers()):
             return
-        remedy = "name another target"
-        if not any(kept.is_pinned(store, buffer) for buffer in store.kept()):
-            remedy = f"remove it (rm -r {shlex.quote(self.name)}), or {remedy}"
         raise WaitTimeoutError(
             f"{self.name} holds versions of an earlier run, and {self._source.name} holds no "
-            f"version yet: check the source's name; if it is right, {remedy}"
-        )
-
-    def _is_prepared(self) -> bool:
-        """Whether another mirror has prepared the target, and is copying a version into it."""
-        newest, contents = self._source.newest(), Contents(self._store)
-        # A copy is in progress while its manifest has a higher generation than the pointer. Read
-        # the manifests before the pointer: in the other order, a copy that is published between the
-        # two reads would look as if it were still in progress.
-        manifests = [manifest for manifest in contents.manifests.values() if manifest is not None]
-        published = 0 if contents.pointer is None else contents.pointer.generation
-        return newest is not None and any(
-            manifest.generation > published and newest.lineage.reaches(manifest.id)
-            for manifest in manifests
+            "version yet: check the source's name; if it is right, name another target, or remove "
+            "this one (unless a version in it is pinned)"
         )
 
     def _require_other_role(self) -> None:
@@ -408,6 +396,13 @@ class StoreTarget:
                 f"{self.name} {of_sender}, so {self._source.name} cannot be copied into it: "
                 f"{SWAPPED}"
             )
+
+
+def _source_of_mirror(store: DoubleBuffer) -> str | None:
+    """Return the source of the mirror that was elected last for a store, or None if unknown."""
+    with contextlib.suppress(OSError):
+        return os.fsdecode((store.root / places.MIRROR_LOCK_FILE).read_bytes()) or None
+    return None
 
 
 def state_of_senders(local: DoubleBuffer) -> str | None:

@@ -19,7 +19,7 @@ from dbuffer.format.objects import (
     version_of,
 )
 from dbuffer.mirror.bucket import Bucket
-from dbuffer.mirror.download import missing_files, newest_version
+from dbuffer.mirror.bucket_ends import missing_files, newest_version
 from dbuffer.mirror.records import ReceiversOfBucket
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import buffer_status, in_order, make_status, receiver_status
@@ -73,5 +73,4 @@ def _may_live(record: ReceiverRecord) -> bool:
 
 
 def _delta_bytes(version: BucketVersion, deltas: Iterable[VersionId]) -> int:
-    files = version.delta_files
-    return sum(files[delta].content.num_bytes for delta in deltas)
+    return sum(version.deltas[delta].num_bytes for delta in deltas)

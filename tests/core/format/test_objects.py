@@ -15,7 +15,7 @@ from dbuffer.format.manifest import Manifest, decode, encode, fields_of
 from dbuffer.format.objects import (
     BucketReceivers,
     BucketVersion,
-    Content,
+    FileObject,
     is_of_receivers,
     receivers_object,
     version_of,
@@ -25,10 +25,10 @@ RUN, XXH3 = "0123456789abcdef", "fedcba9876543210"
 BASE, ID = VersionId("a" * 16, 1), VersionId(RUN, 2)
 RUNS = [Run(RUN, "exp-7", "host", 7, 1.5, 1), Run(BASE.run, None, "host", 6, 0.5, None)]
 WRITER = "f" * 16
+DELTA = FileObject(f"versions/{ID}-{XXH3}.delta", 100)
 
 VERSION = BucketVersion.sealed(
     writer=WRITER,
-    epoch=1,
     manifest=(
         Manifest(
             state="complete",
@@ -53,8 +53,7 @@ VERSION = BucketVersion.sealed(
             metadata={},
         )
     ),
-    weights=XXH3,
-    deltas=[Content(100, XXH3)],
+    files=[FileObject(f"versions/{BASE}-{XXH3}.weights", 300), DELTA],
 )
 MANIFEST = fields_of(VERSION.manifest)
 
@@ -71,8 +70,8 @@ def test_records_are_read_as_they_were_written():
     assert decode(BucketVersion, encode(VERSION)) == VERSION
     assert decode(BucketVersion, changed()) == VERSION
     assert VERSION.id == ID
-    assert VERSION.delta_files[ID].content.num_bytes == 100
-    assert [file.content.num_bytes for file in VERSION.files] == [300, 100]
+    assert VERSION.deltas == {ID: DELTA}
+    assert [file.num_bytes for file in VERSION.files] == [300, 100]
 
 
 def test_names_of_all_objects_are_known():
@@ -94,15 +93,15 @@ def test_names_of_all_objects_are_known():
     "fields",
     [
         {"writer": "me"},
-        {"epoch": 0},
-        {"weights": "../../secret"},
-        {"weights": [XXH3]},
-        {"deltas": []},
-        {"deltas": [[100, XXH3]] * 2},
-        {"deltas": [[100, 7]]},
-        {"deltas": [[0, XXH3]]},
-        {"deltas": "x"},
-        {"deltas": {str(ID): [100, XXH3]}},
+        {"files": []},
+        {"files": [DELTA]},
+        {"files": [DELTA] * 3},
+        {"files": [DELTA, ["../../secret", 100]]},
+        {"files": [DELTA, [f"{DELTA.name}\n", 100]]},
+        {"files": [DELTA, [DELTA.name, 0]]},
+        {"files": [DELTA, [DELTA.name]]},
+        {"files": "x"},
+        {"files": {str(ID): [100, XXH3]}},
         {"manifest": {}},
         {"manifest": MANIFEST | {"state": "writing"}},
         {"manifest": MANIFEST | {"id": BASE}},
@@ -122,13 +121,12 @@ def test_a_damaged_version_is_refused(fields):
 def test_a_version_that_was_changed_is_refused():
     for other in (
         {"writer": RUN},
-        {"epoch": 2},
-        {"weights": RUN},
+        {"files": [DELTA, DELTA]},
     ):
         with pytest.raises(dbuffer.StoreCorruptError, match="damaged after it was written"):
             structs.replace(VERSION, **other)
-    assert VERSION.by(RUN, 2).writer == RUN
-    assert VERSION.by(RUN, 2).by(WRITER, 1) == VERSION
+    assert VERSION.by(RUN).writer == RUN
+    assert VERSION.by(RUN).by(WRITER) == VERSION
 
 
 def test_receivers_are_a_list():

@@ -22,18 +22,19 @@ import dbuffer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import encode
-from dbuffer.format.objects import POINTER_OBJECT, Content, file_object, version_of
+from dbuffer.format.objects import POINTER_OBJECT, FileObject, file_name, version_of
 from dbuffer.integrations import metrics
 from dbuffer.mirror import bucket as buckets
 from dbuffer.mirror.bucket import NUM_REQUESTS, Bucket
-from dbuffer.mirror.download import newest_version
+from dbuffer.mirror.bucket_ends import KEEP_ANCHORS, newest_version
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.mirror.records import BucketRecords, ReceiversOfBucket
-from dbuffer.mirror.upload import KEEP_ANCHORS
+from dbuffer.runtime.timing import Timing
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
 from dbuffer.testing.patterns import Sparse
 from dbuffer.testing.waiting import TIMEOUT_S, until
+from tests.support import ROOT
 from tests.support.children import Child
 from tests.support.object_store import (
     FAULTS,
@@ -60,6 +61,7 @@ pytestmark = pytest.mark.timing(
 POLL_S = 0.05
 LONG = Sparse(num_tensors=9, numel=1 << 14)
 RANGE_BYTES = 1 << 18  # LONG has 1.2 MB
+PAGE_RANGE_BYTES = buckets.RANGE_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -158,10 +160,10 @@ def test_a_version_is_the_same_at_the_far_end(
             for field in ("id", "runs", "metadata", "num_tensors", "num_bytes", "published_at"):
                 assert getattr(there, field) == getattr(here, field)
             assert here.is_copy
-            assert (here.checksums_xxh3 is not None) is checksum
+            assert (here.checksums_xxh3 is not None) is (checksum or has_bucket)
         assert way.failures == [0, 0]
     anchors = [name for name in bucket.list("") if name.endswith(".weights")]
-    assert len(anchors) == (0 if url is None else 1 if delta else 4)
+    assert len(anchors) == (0 if url is None else 1 if delta and checksum else 4)
 
 
 def test_an_anchor_is_the_weights_file(remote, bucket):
@@ -173,7 +175,7 @@ def test_an_anchor_is_the_weights_file(remote, bucket):
     file, manifest = newest_version(bucket).weights_file, manifest_of(remote)
     [weights_file] = (remote / DoubleBuffer(remote).pointer().buffer).glob(manifest.file)
     assert list(bucket.list("versions")) == [file.name]
-    content = bucket.get_range(file.name, 0, file.content.num_bytes)
+    content = bucket.get_range(file.name, 0, file.num_bytes)
     assert content == weights_file.read_bytes()
 
 
@@ -269,7 +271,7 @@ def test_a_record_of_the_writer_before_that_is_put_back_ends_no_mirror(remote, b
             bucket.put(POINTER_OBJECT, encode(old))
             until("it has done so again", lambda: newest_version(bucket).writer == writer)
             assert up.error is None
-            later = newest_version(bucket).by(old.writer, newest_version(bucket).epoch + 1)
+            later = newest_version(bucket).by("f" * 16)
             bucket.put(POINTER_OBJECT, encode(later))
             until("it has ended", lambda: up.error is not None)
             assert isinstance(up.error, dbuffer.WriterSupersededError)
@@ -365,7 +367,7 @@ def test_a_lost_answer_to_a_put_of_the_pointer_is_no_other_writer(
 
 @pytest.mark.parametrize("nth", [1, 2], ids=["a layout", "a range"])
 def test_what_the_network_damages_is_fetched_again(remote, local, proxy, bucket_url, nth):
-    """Of a version without checksums, which nothing else than its digests protects."""
+    """Of a version without checksums, too: the mirror into the bucket makes some."""
     proxy.inject(
         FAULTS["corrupt_answer"],
         nth=nth,
@@ -387,13 +389,17 @@ def no_bucket(exchange: Exchange) -> None:
 
 def test_mirrors_wait_for_a_bucket_that_is_made_later(remote, local, proxy, bucket_url):
     proxy.inject(no_bucket, times=1 << 30)
-    with Way(remote, bucket_url, local) as way:
-        way.sender.send(SMALL.weights(1))
-        until("both have failed", lambda: min(way.failures) > 1)
+    up, down = (Mirror(*ends) for ends in ((remote, bucket_url), (bucket_url, local)))
+    with dbuffer.WeightSender(remote, checksum=True) as sender, up, down:
+        sender.send(SMALL.weights(1))
+        up.start()
+        with pytest.raises(dbuffer.WaitTimeoutError, match="NoSuchBucket"):
+            down.start(0.1)
+        until("both have failed", lambda: min(each.stats["failures"] for each in (up, down)) > 1)
         assert "NoSuchBucket" in DoubleBuffer(remote).receivers()[0].problem
         proxy.heal()
-        way.carry(2)
-        assert way.up.error is way.down.error is None
+        assert_copied(local, SMALL, 1)
+        assert up.error is down.error is None
 
 
 def test_a_mirror_that_stands_by_is_elected_while_the_service_fails(
@@ -500,7 +506,7 @@ def test_a_foreign_pointer_for_a_moment_leaves_a_node_usable(remote, local, shm_
 
 
 def read_object(bucket: Bucket, name: str) -> bytes:
-    return bytes(bucket.get_range(name, 0, bucket.list(name)[name].num_bytes))
+    return bytes(bucket.get_range(name, 0, bucket.list("")[name].num_bytes))
 
 
 @pytest.mark.parametrize("hops", [1, 2, 3])
@@ -526,7 +532,8 @@ def test_a_copy_of_a_copy_of_the_bucket_is_not_copied_into_it(remote, shm_path, 
 def test_a_download_goes_on_where_it_broke_off(proxy, bucket_url, bucket, times, monkeypatch):
     monkeypatch.setattr(buckets, "RANGE_BYTES", 1 << 22)
     data = random.Random(1).randbytes(4 << 20)
-    file = bucket.upload(VERSION, "weights", memoryview(data))
+    file = FileObject(file_name(VERSION, WRITER, "weights"), len(data))
+    bucket.upload(file.name, memoryview(data))
     proxy.inject(truncate_answer, times=times, when=lambda each: each.path.endswith(".weights"))
     before, copy = len(proxy.requests), bytearray(len(data))
 
@@ -554,18 +561,45 @@ def test_a_run_that_is_stopped_retries_no_download(remote, local, proxy, bucket_
         until("it has ended", lambda: not down._thread.is_alive(), 5.0)
 
 
-def test_a_late_put_replaces_no_other_content(bucket):
-    """As another release of dbuffer may have of one version."""
-    contents = [random.Random(seed).randbytes(3 * RANGE_BYTES) for seed in (1, 2)]
-    files = [bucket.upload(VERSION, "weights", memoryview(data)) for data in contents]
-    for file, data in zip(files, contents, strict=True):
-        copy = bytearray(len(data))
+def test_mirrors_put_one_version_under_names_of_their_own(remote, bucket):
+    """A late put of a mirror that was overtaken replaces no object of the next one."""
+    with dbuffer.WeightSender(remote) as sender:
+        sender.send(SMALL.weights(1))
+        for _ in range(2):
+            with mirror(remote, bucket.url) as up:
+                up.wait_until_current(TIMEOUT_S)
+            bucket.delete([POINTER_OBJECT])
+    first, second = bucket.list("versions")
+    assert version_of(first) == version_of(second)
 
-        def place(offset: int, piece: memoryview, copy: bytearray = copy) -> None:
-            copy[offset : offset + len(piece)] = piece
 
-        bucket.download(file, place)
-        assert copy == data
+def test_downloads_that_time_out_lessen_the_requests_side_by_side(
+    proxy, bucket_url, bucket, monkeypatch
+):
+    """On a link that carries few ranges at a time before the others have been silent for long."""
+    monkeypatch.setattr(buckets, "REQUEST_S", 1.0)
+    data, copy = bytes(range(256)) * (1 << 12), bytearray(1 << 20)
+    file = FileObject("one", len(data))
+    bucket.upload(file.name, memoryview(data))
+    link = threading.Lock()
+
+    def share(exchange: Exchange) -> None:
+        with link:
+            time.sleep(0.3)
+        exchange.answer(exchange.forward())
+
+    proxy.inject(share, times=1 << 30)
+    limits = set()
+
+    def place(offset: int, piece: memoryview) -> None:
+        limits.add(through_proxy._parallelism.limit)
+        copy[offset : offset + len(piece)] = piece
+
+    monkeypatch.setattr(buckets, "RANGE_BYTES", len(data) // 16)
+    with Bucket(bucket_url) as through_proxy:
+        through_proxy.download(file, place)
+    assert copy == data
+    assert min(limits) <= NUM_REQUESTS // 2
 
 
 def test_a_large_file_goes_up_in_parts(proxy, bucket_url, monkeypatch):
@@ -575,15 +609,15 @@ def test_a_large_file_goes_up_in_parts(proxy, bucket_url, monkeypatch):
     proxy.inject(FAULTS["drop"], nth=2, when=is_part)
     proxy.inject(FAULTS["503"], nth=3, when=is_part)
     with Bucket(bucket_url) as bucket:
-        file = bucket.upload(VERSION, "weights", memoryview(data))
-        assert bucket.get_range(file.name, 0, len(data)) == data
-        assert list(bucket.list("")) == [file.name]
+        bucket.upload("one", memoryview(data))
+        assert bucket.get_range("one", 0, len(data)) == data
+        assert list(bucket.list("")) == ["one"]
     puts = [each for each in proxy.requests if each.method in ("PUT", "POST")]
     assert sum(map(is_part, puts)) == 5 + 2, "two were made again"
     assert bucket.requests["put"] == len(puts) - 2 == 5 + 2, "and two begin and end it"
 
 
-VERSION = VersionId("0" * 16, 1)
+VERSION, WRITER = VersionId("0" * 16, 1), "0" * 16
 LEAST_PART_BYTES = 5 << 20  # of an object on S3
 
 
@@ -609,11 +643,11 @@ def test_uploads_that_fail_lessen_the_requests_side_by_side(proxy, bucket_url, m
     with Bucket(bucket_url) as bucket:
         for _ in range(8):
             with contextlib.suppress(dbuffer.StoreAccessError):
-                bucket.upload(VERSION, "weights", memoryview(data))
+                bucket.upload("one", memoryview(data))
                 break
         [file] = bucket.list("").values()
         assert file.num_bytes == len(data)
-        assert bucket._num_parts < NUM_REQUESTS
+        assert bucket._parallelism.limit < NUM_REQUESTS
 
 
 # Retention
@@ -646,7 +680,7 @@ def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, tim
     ]
     for name in others:
         bucket.put(name, b"mine")
-    bucket.put(file_object(VersionId(run, 9), "weights", Content(4, run)).name, b"of another run")
+    bucket.put(file_name(VersionId(run, 9), run, "weights"), b"of another run")
     beside = [Bucket(f"{bucket.url}{end}") for end in ("-2", ".txt")]
     for each in beside:
         each.put("CURRENT", b"mine")
@@ -892,6 +926,27 @@ def test_each_poll_of_a_mirror_has_an_interval_of_its_own(bucket_url, tmp_path, 
 
 
 # Costs, as `docs/object-storage.md` has them
+
+
+def test_the_page_has_the_figures_of_the_code():
+    timing = Timing()
+    page = " ".join((ROOT / "docs" / "object-storage.md").read_text(encoding="utf-8").split())
+    assert (timing.bucket_list_s, timing.bucket_heartbeat_s) == (1.0, 60.0)
+    for text in (
+        "a list each second",
+        f"one put per {buckets.PART_BYTES >> 20} MiB",
+        f"one get per {PAGE_RANGE_BYTES >> 20} MiB",
+        f"moves for {buckets.REQUEST_S:g} s in a download, or for {buckets.TRANSFER_S:g} s in",
+        f"after an outage of up to {buckets.UPLOAD_RETRIES_S / 60:g} minutes, and the whole file",
+        f"counts as dead {timing.bucket_presumed_dead_after_s:g} s after its mirror's last put",
+        f"keeps the newest {('no', 'one', 'two')[KEEP_ANCHORS]} full versions",
+        "and all files of the last hour" if timing.bucket_grace_s == 3600 else "",
+        "the mirror that started first ends within a minute",
+        "the trainer's mirror puts the version again within a minute",
+    ):
+        assert text, text
+        assert text in page, text
+
 
 RECORD_BYTES = 4000
 """Bound of the sizes of a version's record, of a mirror's records, and of a footer."""
