@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import TIMEOUT_S, until
+from tests.support.children import Child
 from tests.support.object_store import FAULTS, FaultyProxy, Request, set_environment, slow
 from tests.support.patterns import SPARSE
 from tests.support.soak import is_soak
@@ -28,8 +31,10 @@ NUM_GROUPS = 4
 NUM_STEPS = 10
 POLL_S = 0.03
 
-NOT_FIT = (dbuffer.WaitTimeoutError, dbuffer.StoreAccessError, dbuffer.StoreCorruptError)
-"""Errors of a start if the target is not fit to be read yet, or the source is damaged."""
+START_S = 0.1
+"""Wait for a start, which goes on trying if it is not fit to be read by then."""
+MAX_POLLS = 2
+"""Most polls of the bucket after a version was put, until one gets the version."""
 
 pytestmark = pytest.mark.timing(
     bucket_list_s=0.05,
@@ -78,14 +83,14 @@ class World:
         if self.random.random() < 0.7 and self.near.exists():
             remove_store(self.near)
 
+    def ends_of(self, end: str) -> tuple[Path | str, Path | str]:
+        """Return source and target of a mirror."""
+        return (self.near, self.bucket.url) if end == "up" else (self.bucket.url, self.far)
+
     def start(self, end: str) -> None:
-        ends = (self.near, self.bucket.url) if end == "up" else (self.bucket.url, self.far)
-        one = Mirror(*ends, poll_interval_s=POLL_S, num_threads=2)
-        self._ends[end] = one
-        try:
-            one.start()
-        except NOT_FIT:
-            self.stop(end)
+        self._ends[end] = one = quick(*self.ends_of(end))
+        with contextlib.suppress(dbuffer.WaitTimeoutError):
+            one.start(START_S)
 
     def stop(self, end: str) -> None:
         one = self._ends.pop(end, None)
@@ -96,6 +101,17 @@ class World:
     def restart(self) -> None:
         end = self.random.choice(("up", "down"))
         self.stop(end)
+        self.start(end)
+
+    def kill(self) -> None:
+        """Kill a mirror, in a process of its own, while it starts or copies; start another one."""
+        end = self.random.choice(("up", "down"))
+        self.stop(end)
+        self.publish()
+        with Child(mirror_for_ever, *self.ends_of(end)) as child:
+            child.receive()
+            time.sleep(self.random.uniform(0.0, 0.3))
+            child.kill()
         self.start(end)
 
     def fail(self) -> None:
@@ -151,8 +167,21 @@ class World:
         newest = DoubleBuffer(self.near).pointer().id
         until("the newest version is there", lambda: newest_in(self.far) == newest, TIMEOUT_S)
         self.read()
+        self.count_polls()
         for end in ("up", "down"):
             self.stop(end)
+
+    def count_polls(self) -> None:
+        """See that the next version arrives with the first poll or two after it was put."""
+        self.publish()
+        newest = DoubleBuffer(self.near).pointer().id
+        self._ends["up"].wait_until_current(TIMEOUT_S)
+        source: Any = self._ends["down"]._source
+        look, looks = source._look, list[int]()
+        source._look = lambda: looks.append(look()) or looks[-1]
+        until("the next version is there", lambda: newest_in(self.far) == newest, TIMEOUT_S)
+        assert sum(number != newest.number for number in looks) < MAX_POLLS, looks
+        self.read()
 
     def close(self) -> None:
         self.proxy.heal()
@@ -165,6 +194,15 @@ class World:
             shutil.rmtree(store, ignore_errors=True)
 
 
+def quick(source: Path | str, target: Path | str) -> Mirror:
+    return Mirror(source, target, poll_interval_s=POLL_S, num_threads=2)
+
+
+def mirror_for_ever(connection: Connection, source: Path | str, target: Path | str) -> None:
+    connection.send("begins")
+    quick(source, target).run()
+
+
 def newest_in(store: Path) -> Any:
     pointer = DoubleBuffer(store).undamaged_pointer()
     return None if pointer is None else pointer.id
@@ -174,6 +212,7 @@ STEPS: dict[str, Callable[[World], None]] = {
     "publish": World.publish,
     "start over": World.start_over,
     "restart": World.restart,
+    "kill": World.kill,
     "fail": World.fail,
     "slow": World.slow_down,
     "save": World.save,
@@ -181,7 +220,7 @@ STEPS: dict[str, Callable[[World], None]] = {
     "lose": World.lose,
     "read": World.read,
 }
-WEIGHTS = (6, 1, 2, 3, 1, 1, 1, 1, 4)
+WEIGHTS = (6, 1, 2, 1, 3, 1, 1, 1, 1, 4)
 
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
