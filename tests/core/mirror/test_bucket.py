@@ -942,7 +942,7 @@ def test_the_page_has_the_figures_of_the_code():
         f"keeps the newest {('no', 'one', 'two')[KEEP_ANCHORS]} full versions",
         "and all files of the last hour" if timing.bucket_grace_s == 3600 else "",
         "the mirror that started first ends within a minute",
-        "the trainer's mirror puts the version again within a minute",
+        "within a minute, the trainer's mirror uploads its newest version again",
     ):
         assert text, text
         assert text in page, text
