@@ -121,6 +121,20 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in (*self.model.parameters(), *self.model.buffers())
         )
 
+    @contextlib.contextmanager
+    def with_data(self, name: str) -> Iterator[torch.Tensor]:
+        """Give a parameter or buffer memory, filled with zeros, during the ``with`` block."""
+        path, _, attribute = name.rpartition(".")
+        tables = tables_of(dict(self.model.named_modules(remove_duplicate=False))[path])
+        without = next(table[attribute] for table in tables if attribute in table)
+        made = _empty_like(without, "cpu")
+        made.data.zero_()
+        _put_in_place(self.model, without, made)
+        try:
+            yield made.data
+        finally:
+            _put_in_place(self.model, made, without)
+
     def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:
         """Refuse a tensor if loaders wrote fewer than ``num_elements`` of its elements.
 
@@ -210,6 +224,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def watched(*args: Any, **kwargs: Any) -> Any:
             # All loaders take the parameter and the loaded tensor first, some as keywords.
             param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
+            if not param.is_meta:  # in `with_data`, where nothing is counted
+                return loader(*args, **kwargs)
             self.loading = self.recorder.note_read(loaded, is_embedded=id(param) in self._padded)
             # Floating-point types may differ, such as a trainer's float32 and an engine's bfloat16.
             # An integer may be the code of a quantized number, so it must not be converted.

@@ -114,9 +114,9 @@ class Planning:
             if self.plan is not None and self.plan.verified_for:
                 self.enter(PlanState.UNVERIFIED)
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, level: int = logging.INFO) -> None:
         self.enter(PlanState.GIVEN_UP)
-        logger.info("no fast path: switches go through the engine's reload: %s", reason)
+        logger.log(level, "no fast path: switches go through the engine's reload: %s", reason)
 
     def pause(self, reason: str) -> None:
         """Reload the next few versions without a plan, for instance because memory is short now."""

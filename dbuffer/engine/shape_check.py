@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -193,6 +193,15 @@ class ShapeCheck:
             current = next((spec for spec in specs if spec.name == name), current)
             return tensors, current, error
         return tensors, None, None
+
+    def loaded(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        """Load real (not meta) tensors by the model's loaders; return the parameter ``name``.
+
+        Call this method in the thread that ran the check.
+        """
+        with self._meta.with_data(name) as real:
+            self._meta.model.load_weights(iter(tensors))
+        return real
 
 
 _COMPUTED = re.compile(r".*(inv_freq|\b(cos|sin)_cached|\bposition_ids)")

@@ -468,6 +468,11 @@ def test_what_is_only_copied_is_reloaded_once_and_copied_from_then_on(case, stag
     assert switched.switch_often(make_tensors) == PLANNED
     assert switched.reloads == 2  # of what stands in for the version, and of the version
     assert places == [parameter.data_ptr() for parameter in switched.model.parameters()]
+    # The loaders do with data what they were traced doing.
+    newest = switched.versions[-1]
+    for name in switched.trace.tensors:
+        loaded = switched.check.loaded(name, copied(newest).items())
+        assert torch.equal(as_bytes(loaded), as_bytes(switched.twin.get_parameter(name)))
     assert all(parameter.is_meta for parameter in switched.check._meta.model.parameters())
 
 
@@ -1144,6 +1149,36 @@ def test_what_comes_of_a_layer_that_never_changed_is_known(case):
 
 
 # A plan is proven again.
+
+
+class Moody:
+    """A loader that comes to do something else, which no trace on the meta device shows."""
+
+    scales = False
+
+    def __call__(self, parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        if self.scales and not loaded.is_meta:
+            loaded = loaded * 2
+        parameter.data.copy_(loaded)
+
+
+def test_a_loader_that_comes_to_do_something_else_ends_the_plan(caplog):
+    moods = [Moody(), Moody()]
+
+    switched = Switched(lambda: Model(a=Layer(moods[0]), b=Layer(moods[1])), two_tensors())
+    assert switched.switch_often(two_tensors) == PLANNED
+    assert not plan_lines(caplog)
+    for mood in moods:
+        mood.scales = True
+    assert not any(switched.switch_often(two_tensors))
+    [warning] = plan_lines(caplog)
+    assert "does something else than when it was traced" in warning
+
+
+def test_loaders_that_want_all_tensors_are_not_asked_again(log):
+    switched = Switched(lambda: Demanding(a=Layer(), b=Layer()), two_tensors())
+    assert switched.switch_often(two_tensors) == PLANNED
+    assert sum("not compared with the plan for later" in message for message in log.messages) == 1
 
 
 @mapped_and_staged
