@@ -151,10 +151,8 @@ class EngineOptions:
         if self.version is not None:
             rule = "the option without local_store, which has only the newest version"
             _require(self, "version", self.local_store is None, rule)
-            for name, default in (
-                *(("every", 1), ("when", None)),
-                *(("until_done", False), ("canary", None)),
-            ):
+            defaults = {"every": 1, "when": None, "until_done": False, "canary": None}
+            for name, default in defaults.items():
                 rule = f"{default} with version: the engine stays on that version"
                 _require(self, name, getattr(self, name) == default, rule)
 
