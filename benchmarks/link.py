@@ -1,8 +1,8 @@
-"""A network link between two processes: real packets, with a rate, a delay and losses of ours.
+"""A network link between two processes: real packets, with a chosen rate, delay and loss.
 
 Each process moves into a network namespace of its own, whose only way out is a TUN device. `Link`
-passes packets between the two devices, so that the kernel's TCP retransmits and slows down as on a
-real link. Needs root, and the program `ip`.
+passes packets between the two devices, so the kernel's TCP retransmits and slows down as on a real
+link. Needs root, and the program `ip`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Self
 
 SERVER, CLIENT = "10.77.0.1", "10.77.0.2"
 CONGESTION_CONTROL = "cubic"
-"""Linux's default, which takes each lost packet for a full link."""
+"""Linux's default, which treats each lost packet as congestion."""
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def queue_s(self) -> float:
-        """Longest time that a packet waits for those before it; beyond, it is dropped."""
+        """Longest time that a packet queues. A packet that would queue longer is dropped."""
         return max(0.1, self.round_trip_s)
 
 
@@ -98,7 +98,7 @@ class Link:
 
     def _run(self) -> None:
         under_way: list[tuple[float, int, int, bytes]] = []
-        """Packets with the time of their arrival, their number and their destination."""
+        """Arrival time, number, destination and bytes of each packet on its way."""
         free_at, count = dict.fromkeys(self._devices, 0.0), 0
         others = dict(zip(self._devices, reversed(self._devices), strict=True))
         while not self._is_closed.is_set():

@@ -1,7 +1,7 @@
 """A version's way through a bucket over slow, lossy, long and shared links.
 
 A bucket's server is at one end of an emulated link (`benchmarks.link`), and both mirrors are at the
-other, one after the other. Plain puts and gets of the same bytes show what TCP makes of the link.
+other, one after the other. Plain puts and gets of the same bytes show how fast TCP is on the link.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Case:
     mebibytes: int = 64
     num_readers: int = 1
     cut_s: float = 0.0
-    """Time for which the link carries nothing, from `_CUT_AFTER_S` on, in each direction."""
+    """Length of an outage `_CUT_AFTER_S` after a copy has begun; 0 for no outage."""
 
 
 _CASES = (
@@ -67,15 +67,15 @@ class _Copy:
     case: _Case
     direction: str
     num_bytes: int
-    """Of the version, for all readers together."""
+    """Bytes of the version, times the number of readers."""
     limit_s: float
-    """Time that the link needs for the bytes alone."""
+    """Time that the bytes take at the link's rate, including an outage."""
     plain_s: float | None
     """Time of plain requests, or None if they were not measured."""
     copy_s: float
-    """Until the last reader has the version."""
+    """Time until the last reader has the version."""
     median_s: float
-    """Until half of the readers have it."""
+    """Time until half of the readers have the version."""
     requests: dict[str, int]
     moved_bytes: int
     """Bytes that crossed the link in the version's direction."""
@@ -192,7 +192,7 @@ def _measure(case: _Case, directory: Path, of_server: Path) -> Iterator[_Copy]:
 
 @contextmanager
 def _cut(link: Link, cut_s: float) -> Iterator[None]:
-    """Cut a link for a while, soon after the block has begun."""
+    """Cut a link for ``cut_s``, `_CUT_AFTER_S` after the ``with`` block has begun."""
     stop = threading.Event()
 
     def cut() -> None:
@@ -276,7 +276,7 @@ def _down(stack: ExitStack, folder: Path, num_readers: int) -> tuple[list[float]
 
 
 def _mirror(ends: list[tuple[Any, Any]]) -> tuple[list[float], dict[str, int]]:
-    """Start mirrors at once; return the seconds until each is current, and all their requests."""
+    """Start mirrors together; return the seconds until each is current, and all requests."""
     mirrors = [dbuffer.Mirror(*each, num_threads=1 if len(ends) > 1 else None) for each in ends]
     started_s = time.monotonic()
 

