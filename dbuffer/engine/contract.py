@@ -60,8 +60,8 @@ class WeightLabel:
     newest_run: str | None = None
     """Run (start of the sender) of the version that the engine prepares, if it is not ``run``."""
     attested_at: float | None = None
-    """Time at which the engine's weights had been compared with the published version and were
-    equal, in seconds since the epoch. None before this time."""
+    """Time, in seconds since the epoch, at which a comparison had shown that the engine's weights
+    equal the published version. None before that."""
 
     @classmethod
     def of(
@@ -108,7 +108,7 @@ class WeightLabel:
         version, _, further = text.partition(" ")
         try:
             values = json.loads(further) if further else {}
-            values.pop("attested", None)  # the time says it, too
+            values.pop("attested", None)  # `attested_at` implies it
             return cls(version, **values)
         except (ValueError, TypeError, AttributeError):
             return cls(text)

@@ -26,16 +26,16 @@ _NUM_SKIPPED = 16
 
 
 class PlanState(enum.Enum):
-    """State of a layout's plan. Unless it is `VERIFIED`, the engine's reload loads the version."""
+    """State of a layout's plan. In all states but `VERIFIED`, switches use the engine's reload."""
 
     MISSING = enum.auto()
     """The next version makes a plan."""
     UNVERIFIED = enum.auto()
     """The next switch reloads the version, and compares the result with the plan's copies."""
     VERIFIED = enum.auto()
-    """Switches copy."""
+    """Switches copy tensors directly."""
     PAUSED = enum.auto()
-    """Planning failed for a reason that may pass. After some versions it starts again."""
+    """Planning failed for a reason that may pass. It starts again after some versions."""
     GIVEN_UP = enum.auto()
     """Copies cannot replace the reload of this layout."""
 
@@ -75,9 +75,10 @@ class Planning:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def enter(self, state: PlanState, plan: CopyPlan | None = None) -> None:
-        """Enter a state; with `UNVERIFIED`, a new plan can be given. Other states drop the plan.
+        """Enter a state.
 
-        A switch that was prepared with a plan that is dropped or not verified is not applied.
+        `MISSING`, `PAUSED` and `GIVEN_UP` drop the plan. With `UNVERIFIED`, ``plan`` replaces it. A
+        switch that was prepared with a dropped or unverified plan is not applied.
         """
         with self._lock:
             assert state in TRANSITIONS[self.state], (self.state, state)  # noqa: S101
@@ -87,7 +88,7 @@ class Planning:
             self.state = state
 
     def drop(self) -> None:
-        """Drop the plan, if there is one; the next version makes a new one."""
+        """Drop the plan, if any; the next version makes a new plan."""
         with self._lock:
             if self.plan is not None:
                 self.enter(PlanState.MISSING)
@@ -107,8 +108,8 @@ class Planning:
     def verify_again(self) -> None:
         """Verify the plan again, unless it was verified for all values of published tensors.
 
-        A verification loads no other values for the tensors in ``verified_for``, so it is right
-        only for the values that they had. The values may have changed.
+        A verification is valid only for the values that the tensors in ``verified_for`` had then.
+        These values may have changed.
         """
         with self._lock:
             if self.plan is not None and self.plan.verified_for:
@@ -129,16 +130,16 @@ class Planning:
         )
 
     def begin_version(self) -> None:
-        """Count a version that is prepared. Planning starts again after the last of a pause."""
+        """Count a version, before it is prepared. The last version of a pause ends the pause."""
         if self.state is PlanState.PAUSED:
             self._num_skipped -= 1
             if not self._num_skipped:
                 self.enter(PlanState.MISSING)
 
     def is_alike(self, trace: LoadTrace) -> bool:
-        """Whether versions of another layout are loaded alike, but for their drafts.
+        """Whether versions of another layout load in the same way, except for draft tensors.
 
-        If not, loading them may change what copies leave alone.
+        If not, loading them may change memory that this layout's copies do not write.
         """
         ours, theirs = (
             {name: traced for name, traced in of.tensors.items() if not is_of_draft(name)}

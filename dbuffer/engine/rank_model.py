@@ -418,7 +418,7 @@ class RankModel:
             return
         plan, started = switch.plan, time.monotonic()
         planning.num_verifications += 1
-        if planning.state is PlanState.VERIFIED:  # for other values of integers
+        if planning.state is PlanState.VERIFIED:  # but for other values of integer tensors
             planning.enter(PlanState.UNVERIFIED)
         try:
             mismatch = self._verifier.verify(switch, tensors)

@@ -1,7 +1,7 @@
 """Whether other code replaced a part of a live model: a module, or a parameter or its memory.
 
 Copies reach a tensor only in its place (`Places`). An engine's reload looks up parameters by name,
-and can fill all that have the form that they had at the engine's start (`forms_of`).
+and can fill a parameter only if its form is as at the engine's start (`forms_of`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Places:
 def _place_of(thing: Any) -> object:
     """Return a module without its wrappers, or a tensor's address and form.
 
-    A new tensor object is no change: some layers wrap the same memory in a new one at each load. A
-    new form is a change: ``param.data = param.data.t()`` changes strides at the same address.
+    A new tensor object with the same memory is no change: some layers make one at each load. A new
+    form is a change: ``param.data = param.data.t()`` changes strides at the same address.
     """
     if isinstance(thing, torch.Tensor):
         return thing.data_ptr(), form_of(thing)

@@ -173,7 +173,7 @@ def tell_labels(request_state: Any) -> None:
 def _decoded(spans: list[Any], of_adapter: WeightLabel | None) -> list[Any]:
     """Decode the labels in the spans of an output, and join spans of one version.
 
-    vLLM begins a span when the label changes: also when a version's weights were attested.
+    vLLM begins a span when the label changes, so also when the version has been attested.
     """
     joined: list[Any] = []
     for span in spans:

@@ -74,7 +74,7 @@ LayerTensors = tuple[torch.nn.Module, list[dict[str, Any]]]
 class Draft:
     """Draft model of speculative decoding (EAGLE, Medusa, MTP, or a small model).
 
-    The fields after the first are the settings that vLLM made it from.
+    All fields but ``model`` are settings with which vLLM made the model.
     """
 
     model: torch.nn.Module
@@ -261,21 +261,22 @@ class WorkerRank(EngineRank):
             reload_as(layer, self._infos[name])
 
     def _replacements(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the layers that replaced layers of the engine's start, with their names."""
+        """Yield names and layers that have replaced layers since `_note_targets`."""
         for name, layer in self.module.named_modules():
             if name in self._infos and get_layerwise_info(layer) is not self._infos[name]:
                 yield name, layer
 
     def _note_targets(self) -> None:
-        """Note the present layers and parameters as those that vLLM's reload can fill."""
+        """Record the current layers and parameters, which vLLM's reload can fill."""
         self._targets = self._reload_targets()
         self._infos = {n: get_layerwise_info(layer) for n, layer in self.module.named_modules()}
 
     def _reload_targets(self) -> dict[str, object]:
-        """Return what vLLM's reload needs of the model's layers and parameters, by name.
+        """Return the properties that layers and parameters must keep for vLLM's reload, by name.
 
-        A layer can be replaced by one of its class, unless the engine still computes with the old
-        layer: vLLM looks up attention and experts in a table, and compiled code can name layers.
+        Other code can replace a layer by another of its class, unless the engine still computes
+        with the old layer: vLLM looks up attention and experts in a table, and compiled code can
+        refer to layers.
         """
         config = self._vllm_config.compilation_config
         is_captured = config.cudagraph_mode != CUDAGraphMode.NONE
