@@ -176,7 +176,7 @@ def _compressor() -> Any:
         # A delta's bytes are nearly random. Huffman coding shortens them, but matches (repeated
         # strings of bytes) cost time and space. With these parameters, zstd finds few matches. For
         # Gaussian updates of bfloat16, the result has 2 to 11 % fewer bytes than with plain level
-        # 1. If all words change by one, it has equally many, and encoding takes a seventh longer.
+        # 1. If all words change by one, the size is equal, and encoding takes a seventh longer.
         parameters = zstandard.ZstdCompressionParameters.from_level(
             1,
             strategy=zstandard.STRATEGY_FAST,

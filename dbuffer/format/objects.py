@@ -1,8 +1,8 @@
 """Records and names of the objects in a bucket, which ``docs/design.md`` ("Buckets") specifies.
 
-Each file of a version is one immutable object, named with the version and with the token of the
-mirror that put the object. So if a mirror puts an object late, after another mirror took over, the
-object never replaces another mirror's.
+Each file of a version is one immutable object. Its name contains the version, and the token of the
+mirror that put it. So a put that arrives late, after another mirror took over, never replaces an
+object of the other mirror.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copi
 def ranges_of(layout: Layout, first_byte: int, end_byte: int, most_bytes: int) -> list[_Range]:
     """Cut memory into ranges. The word size of a range is the size of its smallest elements.
 
-    Each range consists of adjacent ranges of `COMPARED_BYTES`, so larger ranges consist of smaller.
+    Adjacent ranges of `COMPARED_BYTES` with one word size are joined, up to ``most_bytes``.
     """
     ranges: list[_Range] = []
     for start in range(first_byte, end_byte, COMPARED_BYTES):

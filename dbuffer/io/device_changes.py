@@ -20,8 +20,8 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.devices import Download
 
 DEVICE_BYTES = 64 << 20
-"""Bytes of a version that a device compares at a time. The host waits once for each. Comparing
-takes this memory once more, and up to 45 bytes for each changed word."""
+"""Bytes of a version that a device compares at a time. The host waits once for each comparison,
+which takes as much memory again, and up to 45 bytes for each changed word."""
 
 
 def find_on_device(
@@ -33,9 +33,9 @@ def find_on_device(
     file_starts: Sequence[int],
     max_bytes: float,
 ) -> list[DeviceChanges]:
-    """Compare two versions in a device's memory. The arguments are those of `find_changes`.
+    """Compare two versions in a device's memory. Takes the arguments of `find_changes`.
 
-    In the weights file, the tensors must have the same distances as in memory.
+    The distances between tensors must be equal in the weights file and in memory.
     """
     starts, found, num_bytes = np.array(file_starts, np.int64), list[DeviceChanges](), 0
     for start, end, width in ranges_of(layout, first_byte, first_byte + len(after), DEVICE_BYTES):
@@ -114,8 +114,8 @@ def _planes_on_device(
     """Return the bytes of changed words for `DeviceChanges.encode`, as one tensor.
 
     First come three lists of integers: for each of ``bounds``, the number of positions before it,
-    the next position, and the last position before it. Then comes the lowest byte of all gaps, the
-    next byte of all gaps and so on, and the same for the differences.
+    the next position, and the last position before it. Then come the lowest bytes of all gaps, the
+    next bytes of all gaps and so on; then the bytes of the differences, in the same order.
     """
     ends = torch.searchsorted(positions, bounds)
     firsts, lasts = positions[ends.clamp(max=len(positions) - 1)], positions[(ends - 1).clamp(0)]

@@ -111,7 +111,7 @@ def from_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
 
 
 class Download:
-    """Copy of a device's tensor into page-locked main memory, which goes on in the background."""
+    """Copy of a device's tensor into page-locked main memory, made in the background."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self._host = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
@@ -120,7 +120,7 @@ class Download:
         self._event = None if stream is None else stream.record_event()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the copy, and return it."""
+        """Wait until the copy is complete, and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

@@ -133,7 +133,7 @@ class Deltas:
         self._has_last = False
         self._why_none = "this sender has published no version yet"
         self._find: Callable[[], Changes] | None = None
-        """Function that returns the changes, which `begin` has found on a GPU, for `write`."""
+        """Function that encodes and returns the changes that `begin` has found on a GPU."""
         self._changes: Changes | None = None
         """Changes from the last version to the version being published, on rank 0; None until the
         versions are compared."""

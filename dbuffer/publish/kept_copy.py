@@ -25,8 +25,8 @@ has no delta."""
 _BATCH_BYTES = 32 << 20
 
 _PENDING_BYTES = 256 << 20
-"""Size in bytes of changed words above which a copy on a device encodes them. Until then, main
-memory has the words and their gaps: 7 bytes for each two of bfloat16."""
+"""Size in bytes of changed words that a copy on a device collects in main memory before it encodes
+them. Words and gaps take 7 bytes for each changed bfloat16 element, which counts as 2 bytes."""
 
 
 class KeptCopy:
@@ -47,7 +47,7 @@ class KeptCopy:
         self._changes: list[Changes] | None = None
         """Changes since the last `take_changes`; None until the copy holds a version."""
         self._on_device: list[DeviceChanges] = []
-        """Later changes, which are not encoded yet."""
+        """Changes after those in ``_changes``, not encoded yet."""
 
     @cached_property
     def contents(self) -> FileTensors:

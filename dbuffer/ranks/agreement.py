@@ -288,8 +288,8 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
     Each meeting needs a new ``store``, because the keys of a meeting stay in it.
 
     Raises:
-        RankFailedError: some ranks did not come in time, and the message names them. Or torch's
-            store does not answer, because its process has probably ended.
+        RankFailedError: some ranks did not come in time (the message names them), or torch's store
+            does not answer, probably because its process has ended.
     """
     where, timeout = place_of(store), datetime.timedelta(seconds=timeout_s)
     try:

@@ -92,8 +92,8 @@ class Matcher:
 
     def __init__(self) -> None:
         self._last: tuple[Layout, WeightsSpec, list[int], bool] | None = None
-        """Layout and target of the last match, position in the target of each of the match's
-        targets, and whether these are all of its tensors."""
+        """Layout and target of the last match, positions of the matched tensors among the target's
+        tensors, and whether all tensors of the target matched."""
         self._addresses: list[int] = []
         """Addresses of the target's tensors at the last match."""
 
