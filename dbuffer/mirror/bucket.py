@@ -103,7 +103,7 @@ class Listed(NamedTuple):
 
 
 class Parallelism:
-    """Limit of the requests in parallel: halved if one fails, raised by one if one succeeds.
+    """Limit of parallel requests: halved if a request fails, raised by one if a request succeeds.
 
     On a slow link, many requests in parallel would all time out.
     """
@@ -115,7 +115,7 @@ class Parallelism:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Wait until another request is within the limit, for the request in a ``with`` block."""
+        """Wait until the limit allows one more request, which runs in the ``with`` block."""
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._num_active < self.limit)
             self._num_active += 1

@@ -71,9 +71,9 @@ class StoreSource:
         return self.store.newest_pointer() if self.store.exists() else None
 
     def is_copy_of(self, url: str) -> bool:
-        """Whether mirrors have copied the newest version from a bucket, directly or in turn.
+        """Whether the newest version comes from the bucket at ``url``, through one or more mirrors.
 
-        Of several mirrors in turn, only those whose targets this host can read are known.
+        This host can follow a chain of mirrors only as far as it can read their targets.
         """
         store, known = self.store, set[Path]()
         while store.root not in known:

@@ -23,11 +23,11 @@ _RECORD, _VERSION = f"{RECEIVERS_PREFIX}/{NAME}", f"{VERSIONS_PREFIX}/{NAME}"
 _AT_BOTH_ENDS = "needed at both ends"
 _AT_TRAINER = "needed at the trainer's end"
 _MAX_SKEW_S = 900.0
-"""Difference of clocks at which S3 refuses requests."""
+"""Difference of clocks above which S3 refuses requests."""
 
 
 def examine_bucket(url: str) -> list[Finding]:
-    """Test what the mirrors of a trainer and of engines need of a bucket."""
+    """Test the rights and features of a bucket that mirrors need, at the trainer and at engines."""
     with Bucket(url) as bucket:
         probes = _Probes(bucket)
         return [
