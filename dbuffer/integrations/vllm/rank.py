@@ -74,7 +74,7 @@ LayerTensors = tuple[torch.nn.Module, list[dict[str, Any]]]
 class Draft:
     """Draft model of speculative decoding (EAGLE, Medusa, MTP, or a small model).
 
-    All fields but ``model`` are settings with which vLLM made the model.
+    vLLM made ``model`` with the settings in the other fields.
     """
 
     model: torch.nn.Module
