@@ -37,13 +37,13 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         model: the copy, made on the meta device.
-        embedding: class of embeddings and heads, which are padded to a round number of rows. No
-            checkpoint has the padding, and the loaders check the number of rows.
+        embedding: class of embeddings and heads, which are padded to a round number of rows.
+            Checkpoints lack the padding, so padded rows count as written; loaders check the rest.
         default_loader: loader for tensors without a ``weight_loader``.
         tp_size: number of ranks that may each load a part of a tensor. For a single tensor, a
             subclass can give another number (:meth:`num_shares`).
         serving: the model that serves, or None. The copy's parameters are tied as in this model. A
-            version is refused if its load registers other parameters than the load of this model.
+            version is refused if loading it registers other parameters than this model has.
     """
 
     def __init__(
@@ -301,8 +301,8 @@ def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str]
                 model = make()
         except Exception as error:
             raise UnsupportedError(
-                f"a {kind} cannot be built without data, so versions cannot be checked before they "
-                f"are loaded: {described(error)}"
+                f"a {kind} cannot be built on the meta device, without memory for weights, so "
+                f"versions cannot be checked before they are loaded: {described(error)}"
             ) from error
     for module in model.modules():
         for name, buffer in tables_of(module)[1].items():

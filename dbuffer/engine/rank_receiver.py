@@ -382,11 +382,11 @@ class RankReceiver:
         }
 
     def _recover(self, failure: str, staged: Staged) -> Staged:
-        """After a failed load, load the previous version again, on all ranks, and raise an error.
+        """After a failed load, go back to the previous version on all ranks, and raise an error.
 
-        If the engine had no version of this store, load the weights of its start instead. If
-        loading fails again, or the previous weights are unknown, load ``staged`` once more and
-        return ``staged``.
+        If the engine had no version of this store, go back to the weights of its start. If this
+        fails too, or the previous weights are unknown, load ``staged`` once more; if that works,
+        return ``staged`` and raise nothing.
         """
         attempts = [failure, "the weights before were not of this store"]
         if not self._state.must_reload:

@@ -166,7 +166,10 @@ class Copier(ProcessBound):
         return None
 
     def checksums(self, contents: FileTensors, tensors: Collection[int] | None = None) -> list[int]:
-        """Return the checksums of all tensors in the file, or only of ``tensors``, by index."""
+        """Return the checksums, keyed by index, of all tensors in the file, or of ``tensors`` only.
+
+        ``tensors`` are indexes.
+        """
         blocks: Sequence[Block] = contents.layout.blocks
         if tensors is not None:
             chosen = set(tensors)

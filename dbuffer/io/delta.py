@@ -177,7 +177,7 @@ def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview])
 
 
 def _join_planes(streams: list[memoryview], chunk: Chunk, dtype: np.dtype[Any]) -> Words:
-    """Join streams of bytes to numbers.
+    """Combine streams of bytes into numbers.
 
     Stream ``i`` has byte ``i`` of every number, lowest byte first.
     """

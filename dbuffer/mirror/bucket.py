@@ -274,8 +274,8 @@ class Bucket(Closing):
         """Put an object if its tag is still ``tag``. If ``tag`` is None, put only a new object.
 
         Return the new tag, or None if the object has another tag. After None, the caller must read
-        the object to find out who put it. If the response to a successful put was lost, the caller
-        itself did: `Bucket` retries the put, and the retry finds the new tag.
+        the object to find out who put it. It may be the caller: if the response to a
+        successful put is lost, `Bucket` retries the put, and the retry finds the new tag.
         """
 
         def request() -> Tag | None:

@@ -323,7 +323,7 @@ class Deltas:
         metadata: dict[str, Any],
         checksums: list[int] | None,
     ) -> int | None:
-        """Write the delta from the last version to the draft, and publish the draft, on rank 0.
+        """On rank 0, write the delta from the last version, and publish the version in ``draft``.
 
         All ranks must have written the draft. Return the delta's size in bytes, or None if the
         version has no delta.

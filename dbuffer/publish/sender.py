@@ -136,12 +136,12 @@ class WeightSender(Publisher):
             version: number of the version, above all earlier numbers. Default: the last number plus
                 one.
             metadata: a mapping that JSON can hold, with the trainer's step for instance.
-            progress: called with the bytes copied so far and the total (0 if unknown), if the
-                weights come tensor by tensor.
-            wait: if False, first wait for a publish in progress, then publish from a thread and
-                return at once. The trainer may continue with forward and backward. It must not
-                change the weights until ``wait()`` of the result has returned; see :meth:`guard`.
-                Iterators, lazy tensors and checkpoints are refused.
+            progress: for weights that come tensor by tensor: called with the bytes copied so far
+                and the total, which is 0 if it is unknown.
+            wait: if False, wait for an earlier publish that is still in progress, then publish in
+                a thread, and return before it is done. The trainer may continue with forward and
+                backward. It must not change the weights until ``wait()`` of the result has
+                returned; see :meth:`guard`. Iterators, lazy tensors and checkpoints are refused.
 
         Raises:
             InvalidWeightsError: something in the weights or the metadata cannot be published.

@@ -263,7 +263,7 @@ class Inventory:
 
 
 def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> Inventory:
-    """Return this rank's inventory: the tensors that it lists, and the parts that it holds.
+    """Return this rank's inventory: its model's tensors, and the parts of them in its memory.
 
     ``group_rank`` maps ranks of the whole job to ranks of the sender's process group.
     """

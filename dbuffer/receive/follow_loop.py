@@ -154,7 +154,7 @@ class FollowLoop(RetryLoop):
 
         Args:
             newer_than: wait for a version above this one, or None for any version.
-            exactly: return this version, once this version or a later one is published.
+            exactly: wait until this version or a later one is published, and return this version.
             timeout_s: how long to wait. Default: no limit.
             interrupt: event that ends the wait. Default: the loop's stop event.
         """

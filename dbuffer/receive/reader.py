@@ -218,7 +218,7 @@ class VersionReader(VersionVerifier):
         return manifest.checksums_xxh3 is not None if self._verify == "auto" else self._verify
 
     def _is_rewritten(self, opened: OpenStoreVersion) -> bool:
-        """Whether the sender writes later versions into this file, so that its mapping can stay."""
+        """Whether the sender reuses this file for later versions. If so, keep the file mapped."""
         return self.maps_files and not opened.manifest.is_final
 
     def _map_kept(self, opened: OpenStoreVersion) -> MappedTensors:

@@ -47,7 +47,7 @@ class Process:
 
     @property
     def can_be_seen(self) -> bool:
-        """Whether the process id is valid here: the boot and the PID namespace are the same."""
+        """Whether the process id is valid here: boot and PID namespace are this process's."""
         this = Process.here()
         return (self.boot, self.pid_namespace) == (this.boot, this.pid_namespace) and (
             bool(self.boot) or self.host == this.host

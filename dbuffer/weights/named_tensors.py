@@ -69,7 +69,7 @@ def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
 
 
 def may_have_model(module: object) -> bool:
-    """Whether ``module`` may contain a transformers model. False without imported transformers."""
+    """Whether ``module`` may contain a transformers model. False if that is not imported."""
     return "transformers.modeling_utils" in sys.modules and is_module(module)
 
 

@@ -19,7 +19,7 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 
 
 class Places:
-    """Places of a model's modules, and of some of its tensors, at one moment."""
+    """Modules of a model, and memory addresses of some of its tensors, at one moment."""
 
     def __init__(self, model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> None:
         included = {*map(id, tensors)}

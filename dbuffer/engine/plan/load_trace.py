@@ -225,8 +225,8 @@ class LoadRecorder:
     def is_written(self, tensor: torch.Tensor) -> bool:
         """Whether published data was written into a parameter or buffer.
 
-        Return False for a tensor that was made after the model, because the recorder does not know
-        it. Examples are position embeddings that all models of an engine share.
+        Return False for a tensor that the recorder does not know because it came into the model
+        later, such as position embeddings that all models of an engine share.
         """
         name, _ = self._tensors.get(storage_of(tensor), ("", tensor))
         ops = self._ops.get(name, ())

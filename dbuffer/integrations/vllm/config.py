@@ -91,7 +91,7 @@ def engine_settings(additional_config: Any) -> dict[str, Any]:
     settings = additional_config.get(BACKEND, {}) if is_mapping else {}
     if not isinstance(settings, dict):
         raise OptionError(
-            f"additional_config[{BACKEND!r}] is {settings!r:.200}: it must be an object"
+            f"additional_config[{BACKEND!r}] is {settings!r:.200}: it must be a JSON object"
         )
     return settings
 

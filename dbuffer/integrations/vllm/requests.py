@@ -193,7 +193,7 @@ class Outlook:
 
 
 async def readiness(outlook: Outlook, requirement: Requirement) -> JSONResponse:
-    """Answer ``/ready`` with each replica's label, and status 503 if the requirement is not met."""
+    """Answer ``/ready`` with each replica's version, and status 503 unless all meet a condition."""
     reason, labels = await outlook.refusal(*requirement)
     replicas = [label.as_json() for label in labels]
     body = {"ready": reason is None, "reason": reason, "replicas": replicas}

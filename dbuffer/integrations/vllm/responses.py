@@ -175,7 +175,7 @@ async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, 
 
 
 async def _model_in(receive: Receive, received: list[Message]) -> str | None:
-    """Return the model in a request's JSON, or None. Append the messages read to ``received``."""
+    """Return the model that a request's JSON names, or None."""
     while not received or received[-1].get("more_body", False):
         received.append(await receive())
     try:
