@@ -876,7 +876,7 @@ class _DraftOf(Engine):
 def _judge_by_prompts(
     engine: Engine, prompts: Sequence[str] | Sequence[list[int]], min_mean_logprob: float
 ) -> str | None:
-    """Return the reason to refuse weights that find prompts unlikely, or None to accept them."""
+    """Return why to refuse weights that give prompts too low a probability; None to accept them."""
     logprobs = engine.prompt_logprobs(prompts)
     mean = math.fsum(logprobs) / len(logprobs) if logprobs else math.nan
     if mean >= min_mean_logprob and math.isfinite(mean):
