@@ -23,7 +23,8 @@ from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateReq
 from dbuffer.errors import EngineUpdateError, OptionError, UnsupportedError, VersionError
 from dbuffer.format.lineage import Count, VersionId
 from dbuffer.integrations.vllm.config import options_of, require_droppable
-from dbuffer.integrations.vllm.rank import WorkerRank, draft_of, raising_once
+from dbuffer.integrations.vllm.layers import draft_of
+from dbuffer.integrations.vllm.rank import WorkerRank, raising_once
 from dbuffer.integrations.vllm.sparse_patches import (
     trainer_send_sparse_weights,
     trainer_send_weights,

@@ -6,6 +6,7 @@ The facts are `EngineFacts`, and the names of caches whose content depends on th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from dbuffer.engine.contract import EngineFacts
@@ -28,6 +29,9 @@ LOAD_ADAPTER = "dbuffer_load_adapter"
 """Method of vLLM's workers that loads a LoRA adapter."""
 
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
+
+LOADING_WORKER: ContextVar[Any] = ContextVar("worker that loads its models", default=None)
+"""Worker of vLLM that is loading its models in this context, or None."""
 
 
 _MAIN_MEMORY = "CPUOffloadingSpec"

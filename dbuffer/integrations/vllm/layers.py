@@ -1,5 +1,7 @@
 """Copies of vLLM's layers; dbuffer uses them to check a version or to prepare a switch.
 
+`draft_of` finds the draft model that a worker of vLLM has.
+
 `VllmMetaModel`, a copy of a model without data, checks whether published weights fit the model.
 
 After vLLM has loaded a layer, it calls ``process_weights_after_loading`` of the layer's
@@ -12,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,11 +41,61 @@ from dbuffer.engine.plan.copy_plan import NotAloneError
 from dbuffer.engine.plan.load_trace import storage_of, tables_of
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
-
-if TYPE_CHECKING:
-    from dbuffer.integrations.vllm.rank import Draft
+from dbuffer.integrations.vllm.config import LOADING_WORKER
 
 _HOOK = "process_weights_after_loading"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Draft model of speculative decoding (EAGLE, Medusa, MTP, or a small model).
+
+    vLLM made ``model`` with the settings in the other fields.
+    """
+
+    model: torch.nn.Module
+    make_config: Callable[[], Any]
+    """Function that returns the draft model's ``VllmConfig``."""
+    model_config: Any
+    prefix: str
+    """Prefix of the names of the draft model's attention layers."""
+    target_config: Any
+    """Config of the target model if the draft is in its checkpoint (MTP); otherwise None."""
+
+    def is_in_target(self, name: str) -> bool:
+        """Whether a tensor in the target model's checkpoint belongs to the draft model."""
+        config = self.target_config
+        return config is not None and is_multi_token_prediction(name, config)
+
+
+def draft_of(worker: Any = None) -> Draft | None:
+    """Return a worker's draft model. Default: the worker that is loading its models now.
+
+    Return None if the worker has no draft model, or if the draft model cannot follow a store. A
+    draft model cannot follow with pipeline parallelism, in vLLM's second model runner, or in a
+    release of vLLM that makes draft models differently. It then keeps its weights.
+    """
+    worker = worker or LOADING_WORKER.get()
+    drafter = getattr(getattr(worker, "model_runner", None), "drafter", None)
+    model: Any = getattr(drafter, "model", None)
+    if hasattr(model, "unwrap"):  # a wrapper for CUDA graphs
+        model = model.unwrap()
+    if not isinstance(model, torch.nn.Module):
+        return None
+    config = worker.vllm_config
+    speculative = config.speculative_config
+    if config.parallel_config.pipeline_parallel_size > 1 or speculative.draft_model_config is None:
+        return None
+    make_config = getattr(drafter, "_create_draft_vllm_config", None)
+    if make_config is None and speculative.method != "medusa":
+        return None
+    return Draft(
+        model,
+        make_config or (lambda: config),
+        speculative.draft_model_config,
+        "draft_model" if speculative.method == "draft_model" else "",
+        config.model_config.hf_text_config if "mtp" in str(speculative.method) else None,
+    )
 
 
 def vllm_shape_check(

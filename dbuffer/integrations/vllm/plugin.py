@@ -12,13 +12,18 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 from dbuffer.engine.contract import WEIGHTS
 from dbuffer.engine.endpoint import falling_asleep, loading, waking_up, watch
-from dbuffer.integrations.vllm.config import BACKEND, CALL, LOAD_ADAPTER, has_backend
+from dbuffer.integrations.vllm.config import (
+    BACKEND,
+    CALL,
+    LOAD_ADAPTER,
+    LOADING_WORKER,
+    has_backend,
+)
 from dbuffer.integrations.vllm.core import (
     KEEPS_WEIGHTS,
     RELOADS,
@@ -33,8 +38,6 @@ from dbuffer.runtime.trouble import log_once
 logger = logging.getLogger(__name__)
 
 NEWEST = (0, 33)
-
-LOADING_WORKER: ContextVar[Any] = ContextVar("worker that loads its models", default=None)
 
 _PARTS = (WEIGHTS, "kv_cache")
 """vLLM's tags of the memory that sleeps."""

@@ -11,8 +11,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -41,7 +40,7 @@ from dbuffer.engine.meta_model import DraftAlone, DraftedModel
 from dbuffer.engine.plan.live_model import Places, forms_of, require_same
 from dbuffer.engine.plan.load_trace import tables_of
 from dbuffer.engine.rank_channel import RankChannel
-from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
+from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import DBufferError, EngineBrokenError, UnsupportedError
 from dbuffer.format.layout import DRAFT_PREFIX
 from dbuffer.integrations.vllm import layers
@@ -52,13 +51,14 @@ from dbuffer.integrations.vllm.config import (
     require_droppable,
 )
 from dbuffer.integrations.vllm.layers import (
+    Draft,
+    draft_of,
     has_cpu_experts,
     has_cpu_kernel,
     has_optional_scales,
     onednn_kernels_keep_scales,
     vllm_shape_check,
 )
-from dbuffer.integrations.vllm.plugin import LOADING_WORKER
 from dbuffer.runtime.cores import use_cores_of_parent
 from dbuffer.runtime.messages import listed
 
@@ -68,58 +68,6 @@ logger = logging.getLogger(__name__)
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 LayerTensors = tuple[torch.nn.Module, list[dict[str, Any]]]
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Draft model of speculative decoding (EAGLE, Medusa, MTP, or a small model).
-
-    vLLM made ``model`` with the settings in the other fields.
-    """
-
-    model: torch.nn.Module
-    make_config: Callable[[], Any]
-    """Function that returns the draft model's ``VllmConfig``."""
-    model_config: Any
-    prefix: str
-    """Prefix of the names of the draft model's attention layers."""
-    target_config: Any
-    """Config of the target model if the draft is in its checkpoint (MTP); otherwise None."""
-
-    def is_in_target(self, name: str) -> bool:
-        """Whether a tensor in the target model's checkpoint belongs to the draft model."""
-        config = self.target_config
-        return config is not None and is_multi_token_prediction(name, config)
-
-
-def draft_of(worker: Any = None) -> Draft | None:
-    """Return a worker's draft model. Default: the worker that is loading its models now.
-
-    Return None if the worker has no draft model, or if the draft model cannot follow a store. A
-    draft model cannot follow with pipeline parallelism, in vLLM's second model runner, or in a
-    release of vLLM that makes draft models differently. It then keeps its weights.
-    """
-    worker = worker or LOADING_WORKER.get()
-    drafter = getattr(getattr(worker, "model_runner", None), "drafter", None)
-    model: Any = getattr(drafter, "model", None)
-    if hasattr(model, "unwrap"):  # a wrapper for CUDA graphs
-        model = model.unwrap()
-    if not isinstance(model, torch.nn.Module):
-        return None
-    config = worker.vllm_config
-    speculative = config.speculative_config
-    if config.parallel_config.pipeline_parallel_size > 1 or speculative.draft_model_config is None:
-        return None
-    make_config = getattr(drafter, "_create_draft_vllm_config", None)
-    if make_config is None and speculative.method != "medusa":
-        return None
-    return Draft(
-        model,
-        make_config or (lambda: config),
-        speculative.draft_model_config,
-        "draft_model" if speculative.method == "draft_model" else "",
-        config.model_config.hf_text_config if "mtp" in str(speculative.method) else None,
-    )
 
 
 class WorkerRank(EngineRank):
