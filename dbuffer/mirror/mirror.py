@@ -31,7 +31,8 @@ from dbuffer.format.lineage import Relation, relation
 from dbuffer.format.manifest import Versioned, host_in_id
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
-from dbuffer.mirror.bucket_ends import BucketSource, BucketTarget
+from dbuffer.mirror.bucket_source import BucketSource
+from dbuffer.mirror.bucket_target import BucketTarget
 from dbuffer.mirror.records import AcknowledgementRelay
 from dbuffer.mirror.stores import (
     OneStoreError,

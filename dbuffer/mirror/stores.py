@@ -43,7 +43,7 @@ from dbuffer.store.records import OwnRecord
 from dbuffer.store.writer import BufferWriter
 
 if TYPE_CHECKING:
-    from dbuffer.mirror.bucket_ends import BucketSource, OpenBucketVersion
+    from dbuffer.mirror.bucket_source import BucketSource, OpenBucketVersion
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +75,9 @@ class StoreSource:
 
         This host can follow a chain of mirrors only as far as it can read their targets.
         """
-        store, known = self.store, set[Path]()
-        while store.root not in known:
-            known.add(store.root)
+        store, roots = self.store, set[Path]()
+        while store.root not in roots:
+            roots.add(store.root)
             pointer = store.undamaged_pointer()
             manifest = None if pointer is None else store.undamaged_manifest(pointer.buffer)
             if manifest is None or not manifest.is_copy:

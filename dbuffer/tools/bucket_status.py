@@ -19,7 +19,8 @@ from dbuffer.format.objects import (
     version_of,
 )
 from dbuffer.mirror.bucket import Bucket
-from dbuffer.mirror.bucket_ends import missing_files, newest_version
+from dbuffer.mirror.bucket_source import newest_version
+from dbuffer.mirror.bucket_target import missing_files
 from dbuffer.mirror.records import ReceiversOfBucket
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import buffer_status, in_order, make_status, receiver_status

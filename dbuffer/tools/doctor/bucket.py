@@ -14,7 +14,7 @@ from dbuffer.format.objects import (
     is_of_receivers,
 )
 from dbuffer.mirror.bucket import Bucket, Listed, Tag
-from dbuffer.mirror.bucket_ends import newest_version
+from dbuffer.mirror.bucket_source import newest_version
 from dbuffer.tools.doctor.probes import Finding, Outcome, find
 
 NAME = ".dbuffer-doctor"

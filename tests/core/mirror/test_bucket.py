@@ -26,7 +26,8 @@ from dbuffer.format.objects import POINTER_OBJECT, FileObject, file_name, versio
 from dbuffer.integrations import metrics
 from dbuffer.mirror import bucket as buckets
 from dbuffer.mirror.bucket import NUM_REQUESTS, Bucket
-from dbuffer.mirror.bucket_ends import KEEP_ANCHORS, newest_version
+from dbuffer.mirror.bucket_source import newest_version
+from dbuffer.mirror.bucket_target import KEEP_ANCHORS
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.mirror.records import BucketRecords, ReceiversOfBucket
 from dbuffer.runtime.timing import Timing

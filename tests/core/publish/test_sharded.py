@@ -31,7 +31,7 @@ from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
 from dbuffer.format.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
-from dbuffer.mirror import bucket_ends
+from dbuffer.mirror import bucket_target
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.publish.draft import Draft
 from dbuffer.publish.part import HeldParts, Part, assign_writes, whole_box
@@ -350,7 +350,7 @@ def test_gaps_between_parts_go_into_a_bucket_as_zeros(world, store, bucket_url, 
 
     world.run(send_odd_sizes, store)
     monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
-    monkeypatch.setattr(bucket_ends, "new_memory", dirty_memory)
+    monkeypatch.setattr(bucket_target, "new_memory", dirty_memory)
     with dbuffer.Mirror(store, bucket_url).start() as mirror:
         mirror.wait_until_current(TIMEOUT_S)
     with Bucket(bucket_url) as bucket:

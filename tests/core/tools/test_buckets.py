@@ -22,7 +22,7 @@ from dbuffer.format.objects import (
     POINTER_OBJECT,
 )
 from dbuffer.mirror.bucket import Bucket
-from dbuffer.mirror.bucket_ends import newest_version
+from dbuffer.mirror.bucket_source import newest_version
 from dbuffer.testing.patterns import Sparse
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Command, call

@@ -1,4 +1,4 @@
-"""`BucketSource` and `BucketTarget`: the buckets that a mirror copies from and into.
+"""`BucketTarget`: the bucket that a mirror copies into.
 
 A mirror first puts the files of a version, under names that no other mirror uses. Then it puts the
 version's record, unless another mirror has put a record meanwhile.
@@ -6,31 +6,21 @@ version's record, unless another mirror has put a record meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import random
 import secrets
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
 
-from dbuffer.errors import (
-    OptionError,
-    StoreAccessError,
-    StoreCorruptError,
-    StoreNotFoundError,
-    WriterSupersededError,
-)
+from dbuffer.errors import OptionError, StoreAccessError, StoreCorruptError, WriterSupersededError
 from dbuffer.format.chain import chain_of, is_long, trimmed
 from dbuffer.format.layout import Layout, digest
-from dbuffer.format.lineage import Lineage, VersionId
-from dbuffer.format.manifest import Manifest, Versioned, encode
+from dbuffer.format.lineage import VersionId
+from dbuffer.format.manifest import Manifest
 from dbuffer.format.objects import (
     POINTER_OBJECT,
     RECEIVERS_PREFIX,
@@ -41,11 +31,11 @@ from dbuffer.format.objects import (
     is_of_receivers,
     version_of,
 )
-from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import FileTensors, as_bytes, new_memory, pack_checksums
-from dbuffer.mirror.bucket import Bucket, Listed, Tag
-from dbuffer.mirror.records import BucketRecords, ReceiversOfBucket
+from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
+from dbuffer.mirror.bucket import Bucket, Listed
+from dbuffer.mirror.bucket_source import CurrentRecord
+from dbuffer.mirror.records import ReceiversOfBucket
 from dbuffer.mirror.stores import (
     SWAPPED,
     OpenUpstream,
@@ -55,53 +45,17 @@ from dbuffer.mirror.stores import (
     copy_deltas,
 )
 from dbuffer.publish.publisher import Publication
-from dbuffer.receive.follow_loop import Followed
-from dbuffer.receive.reader import VersionVerifier, read_whole
+from dbuffer.receive.reader import read_whole
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import require_successor
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.open_version import OpenStoreVersion, OpenVersion
-from dbuffer.store.records import OwnRecord
-from dbuffer.store.watcher import wait_and_clear
+from dbuffer.store.open_version import OpenStoreVersion
 
 logger = logging.getLogger(__name__)
 
 KEEP_ANCHORS = 2
 """Number of newest full versions ("anchors") that stay, with their deltas, for slow readers."""
-
-
-class CurrentRecord:
-    """Record of a bucket's newest version, as this process has read or put it last."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self._tag: Tag | None = None
-        self.last: BucketVersion | None = None
-
-    def read(self) -> BucketVersion | None:
-        """Return the record, or None if there is none. Download it only if it has changed."""
-        try:
-            read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
-        except StoreNotFoundError:
-            self.last = self._tag = None
-        else:
-            if read is not None:
-                self.last, self._tag = read
-        return self.last
-
-    def put(self, version: BucketVersion) -> bool:
-        """Put a record unless another process has put one since; return whether it was put."""
-        tag = self._bucket.put_if(POINTER_OBJECT, encode(version), self._tag)
-        if tag is not None:
-            self.last, self._tag = version, tag
-        return tag is not None
-
-
-def newest_version(bucket: Bucket) -> BucketVersion | None:
-    """Return the record of a bucket's newest version, or None if the bucket has no version."""
-    return CurrentRecord(bucket).read()
 
 
 def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[str]:
@@ -111,168 +65,6 @@ def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[
         for name, num_bytes in version.files
         if name not in listed or listed[name].num_bytes != num_bytes
     ]
-
-
-class OpenBucketVersion(OpenVersion):
-    """Version in a bucket. Each file of the version is downloaded at the first read of the file.
-
-    ``deltas`` has the downloaded deltas, keyed by the version that a delta leads to. The end of a
-    ``with`` block removes the deltas that the next version does not need.
-
-    Every method can raise:
-        StoreNotFoundError: a file is missing.
-        StoreCorruptError: a file has another size than was published.
-    """
-
-    def __init__(
-        self, bucket: Bucket, version: BucketVersion, deltas: dict[VersionId, Descriptor]
-    ) -> None:
-        self._bucket = bucket
-        self._record = version
-        self.manifest = version.manifest
-        self._deltas = deltas
-        self._used: set[VersionId] = set()
-
-    @property
-    def name(self) -> str:
-        return self._bucket.name_of(self._record.weights_file.name)
-
-    def __exit__(self, *exception: object) -> None:
-        if exception[0] is not None:
-            self._used.clear()  # a delta may have been damaged on its way: download it again
-        self.close()
-
-    def close(self) -> None:
-        # Keep only the deltas that this copy has used. The next copy goes into the target's other
-        # buffer, which holds an earlier version, so the next copy needs the same deltas again.
-        for version in self._deltas.keys() - self._used:
-            self._deltas.pop(version).close()
-
-    def is_unchanged(self) -> bool:
-        return True  # an object's name is never reused for other content
-
-    def open_delta(self, version: VersionId) -> tuple[str, Descriptor]:
-        name = f"{self.name}, delta to {version}"
-        with filesystem.os_errors("keep a delta in memory", name):
-            if version not in self._deltas:
-                self._deltas[version] = self._fetch_delta(version)
-            self._used.add(version)
-            # Return a second descriptor of the delta's memory file: the caller closes it, but the
-            # first descriptor must stay open for later copies.
-            path = f"/proc/self/fd/{self._deltas[version].number}"
-            return name, Descriptor.open(path, os.O_RDONLY)
-
-    def read_at(self, offset: int, num_bytes: int) -> bytes:
-        name = self._record.weights_file.name
-        return bytes(self._bucket.get_range(name, offset, offset + num_bytes))
-
-    def is_still_named(self) -> bool:
-        newest = newest_version(self._bucket)
-        return newest is not None and newest.id == self.manifest.id
-
-    def read_into(self, memory: FileTensors, copier: Copier, *, hashed: bool) -> list[int] | None:
-        """Download the version into ``memory``. If ``hashed``, return the tensors' checksums."""
-        manifest = self.manifest
-        # Copying into a NumPy array releases the GIL, so other threads go on downloading meanwhile.
-        target = np.frombuffer(memory.raw[: manifest.checksums_offset], np.uint8)
-
-        def put(offset: int, data: memoryview) -> None:
-            place = target[offset : offset + data.nbytes]
-            place[:] = np.frombuffer(data, np.uint8)[: len(place)]  # without the footer
-
-        self._bucket.download(self._record.weights_file, put)
-        chain = ChainReader(self, memory.layout)
-        checksums = chain.read(memory, copier, since=manifest.file_version, hashed=hashed)
-        self._used.clear()  # the target has no version to apply these deltas to
-        return checksums
-
-    def _fetch_delta(self, version: VersionId) -> Descriptor:
-        memory = filesystem.make_memory_file(str(version))
-        self._bucket.download(
-            self._record.deltas[version],
-            lambda offset, data: filesystem.write_at(memory.number, offset, data),
-        )
-        return memory
-
-
-class BucketSource(Followed):
-    """Bucket as a mirror's source: finds the newest version, and opens it for the mirror."""
-
-    reader: VersionVerifier
-
-    def __init__(self, bucket: Bucket, poll_interval_s: float, copier: Copier) -> None:
-        self.name = bucket.url
-        self._bucket = bucket
-        self.poll_interval_s = poll_interval_s
-        self._copier = copier
-        self._deltas: dict[VersionId, Descriptor] = {}
-        self._current = CurrentRecord(bucket)
-        self._seen: BucketVersion | None = None
-        self._is_woken = threading.Event()
-
-    def newest(self) -> Versioned | None:
-        version = newest_version(self._bucket)
-        return None if version is None else version.manifest
-
-    def open_receiver(self, name: str) -> Self:
-        self.record = OwnRecord(name)
-        self.reader = VersionVerifier(self.record, self._copier)
-        return self
-
-    def records(self, record: OwnRecord) -> BucketRecords:
-        return BucketRecords(self._bucket, record)
-
-    @property
-    def store(self) -> str:
-        return self._bucket.url
-
-    @property
-    def last_seen(self) -> Lineage | None:
-        return None if self._seen is None else self._seen.manifest.lineage
-
-    def _wait(self, timeout_s: float) -> bool:
-        return wait_and_clear(self._is_woken, timeout_s)
-
-    def _until_next_look_s(self) -> float:
-        # A random interval keeps the mirrors of many nodes from polling at the same time.
-        return self.poll_interval_s * random.uniform(0.75, 1.25)  # noqa: S311
-
-    @contextlib.contextmanager
-    def open_seen(self, newer_than: int | None = None) -> Iterator[OpenBucketVersion | None]:
-        """Open the version that `wait_for_version` saw last.
-
-        Yield None if no version was seen, or if its number is not above ``newer_than``.
-        """
-        version = self._seen
-        if version is None or (newer_than is not None and version.id.number <= newer_than):
-            yield None
-            return
-        with OpenBucketVersion(self._bucket, version, self._deltas) as opened:
-            yield opened
-
-    def follow_fork(self) -> None:
-        self._seen = None
-        self.record.set(problem=None, problem_version=None)
-
-    def wake(self) -> None:
-        self._is_woken.set()
-
-    def close(self) -> None:
-        while self._deltas:
-            self._deltas.popitem()[1].close()
-        self.record.set(has_ended=True)
-        self._seen = None
-
-    def _look(self) -> int | None:
-        """Return the newest version's number, or None if there is none yet."""
-        version = self._current.read()
-        if version is None and self._seen is not None:
-            raise StoreNotFoundError(f"there is no {self._bucket.name_of(POINTER_OBJECT)}")
-        if version is not None and version is not self._seen:
-            if self._seen is not None:
-                require_successor(self.store, self._seen.manifest, version.manifest)
-            self._seen = version
-        return None if version is None else version.id.number
 
 
 class BucketTarget:
