@@ -41,9 +41,14 @@ class FakeRank(EngineRank):
     not_weights = ()
     instance_id: str
 
-    def __init__(self, pattern: Pattern = SMALL, instance_id: str = "one") -> None:
+    def __init__(
+        self,
+        pattern: Pattern = SMALL,
+        ranks: RankChannel | None = None,
+        instance_id: str = "one",
+    ) -> None:
         alone = SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None)
-        self.ranks = RankChannel(alone)
+        self.ranks = ranks or RankChannel(alone)
         self.instance_id = instance_id
         self.pattern = pattern
         self.tensors = pattern.weights(0)
