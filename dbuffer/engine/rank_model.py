@@ -139,12 +139,12 @@ class RankModel:
         elif layout.draft is not None:
             message = "the drafts in %s are left out: this engine has no draft that can follow"
             log_once(logger, message, self._store)
-        known = (p for p in self._plannings if p.layout == layout and p.trace == trace)
-        planning = next(known, None) or Planning(layout, trace)
-        others = [other for other in self._plannings if other is not planning]
-        for forgotten in others[_KEPT_LAYOUTS - 1 :]:
+        equal = (p for p in self._plannings if p.layout == layout and p.trace == trace)
+        planning = next(equal, None) or Planning(layout, trace)
+        plannings = [planning, *(p for p in self._plannings if p is not planning)]
+        for forgotten in plannings[_KEPT_LAYOUTS:]:
             forgotten.drop()
-        self._plannings = [planning, *others[: _KEPT_LAYOUTS - 1]]
+        self._plannings = plannings[:_KEPT_LAYOUTS]
         self.unused.check(trace)
 
     @torch.no_grad()

@@ -37,7 +37,7 @@ def find_on_device(
 
     The distances between tensors must be equal in the weights file and in memory.
     """
-    starts, found, num_bytes = np.array(file_starts, np.int64), list[DeviceChanges](), 0
+    starts, ranges, num_bytes = np.array(file_starts, np.int64), list[DeviceChanges](), 0
     for start, end, width in ranges_of(layout, first_byte, first_byte + len(after), DEVICE_BYTES):
         if num_bytes > max_bytes:
             break
@@ -45,9 +45,9 @@ def find_on_device(
         tensors = layout.byte_ranges.within(start, end).in_words(width)
         [shift] = {*(starts[tensors.tensors] // width - tensors.starts).tolist()}
         sides = before[inside], after[inside]
-        found.append(DeviceChanges(*sides, start // width, width, tensors, shift))
-        num_bytes += found[-1].num_bytes
-    return found
+        ranges.append(DeviceChanges(*sides, start // width, width, tensors, shift))
+        num_bytes += ranges[-1].num_bytes
+    return ranges
 
 
 class DeviceChanges:
@@ -126,11 +126,11 @@ def _planes_on_device(
     return torch.cat([torch.cat([ends, firsts, lasts]).view(torch.uint8), planes.reshape(-1)])
 
 
-def encode_all(found: Sequence[DeviceChanges], copier: Copier) -> Changes:
+def encode_all(ranges: Sequence[DeviceChanges], copier: Copier) -> Changes:
     encoded: list[Changes] = []
 
     def work(first: int, end: int) -> None:
-        encoded.extend(each.encode() for each in found[first:end])
+        encoded.extend(changes.encode() for changes in ranges[first:end])
 
-    copier.in_parallel(work, copier.cut_work([1 + each.num_bytes for each in found]))
+    copier.in_parallel(work, copier.cut_work([1 + changes.num_bytes for changes in ranges]))
     return Changes.joined(encoded)
