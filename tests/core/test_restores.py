@@ -569,7 +569,7 @@ class World:
             )
             # Of versions from before this run, a record that was put back may tell too much, until
             # its receiver writes it again.
-            is_of_run = asked.id is None or asked.id.run == self._sender.run
+            is_of_run = asked.num_runs == self._num_runs
             is_believed = not loader.is_recorded and not is_of_run
             assert has_applied or is_believed, (
                 f"{asked} is acknowledged by a receiver that has {loader.has}"
