@@ -141,6 +141,8 @@ class Planning:
 
         If not, loading them may change memory that this layout's copies do not write.
         """
+        if trace is self.trace:
+            return True
         ours, theirs = (
             {name: traced for name, traced in of.tensors.items() if not is_of_draft(name)}
             for of in (self.trace, trace)

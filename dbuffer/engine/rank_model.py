@@ -176,7 +176,7 @@ class RankModel:
             return None
         for other in self._plannings:
             # Versions with and without a draft may alternate.
-            if not other.is_alike(planning.trace):
+            if other.plan is not None and not other.is_alike(planning.trace):
                 other.drop()
         planning.drop_if_replaced()
         planning.begin_version()

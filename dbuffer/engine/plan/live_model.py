@@ -33,10 +33,11 @@ class Places:
 
     def replaced(self) -> list[str]:
         """Return the names of modules and tensors that were replaced, moved or reshaped since."""
+        # A module without a wrapper is its own place. An engine that is paused waits for this loop.
         return [
             name
             for (module, table, key), (name, place) in self._places.items()
-            if _place_of(module.__dict__[table].get(key)) != place
+            if (thing := module.__dict__[table].get(key)) is not place and _place_of(thing) != place
         ]
 
 
