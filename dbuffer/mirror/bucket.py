@@ -119,15 +119,15 @@ class Parallelism:
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._num_active < self.limit)
             self._num_active += 1
+        has_succeeded = False
         try:
             yield
-            limit = min(NUM_REQUESTS, self.limit + 1)
-        except BaseException:
-            limit = max(1, self.limit // 2)
-            raise
+            has_succeeded = True
         finally:
-            with self._has_changed:
-                self.limit, self._num_active = limit, self._num_active - 1
+            with self._has_changed:  # other requests may end at the same time
+                raised, halved = min(NUM_REQUESTS, self.limit + 1), max(1, self.limit // 2)
+                self.limit = raised if has_succeeded else halved
+                self._num_active -= 1
                 self._has_changed.notify_all()
 
 

@@ -242,10 +242,10 @@ class BucketTarget:
         last = self._last
         if last is None or not deltas:
             return True
-        since = last.manifest.since_anchor
+        since, files = last.manifest.since_anchor, last.deltas
         if any(record.unreadable in since for record in self.receivers.last_read()):
             return True
-        sizes = [last.deltas[version].num_bytes for version in since]
+        sizes = [files[version].num_bytes for version in since]
         return is_long([*sizes, *map(len, deltas.values())], layout.num_bytes)
 
     def _read_weights(

@@ -74,4 +74,5 @@ def _may_live(record: ReceiverRecord) -> bool:
 
 
 def _delta_bytes(version: BucketVersion, deltas: Iterable[VersionId]) -> int:
-    return sum(version.deltas[delta].num_bytes for delta in deltas)
+    files = version.deltas
+    return sum(files[delta].num_bytes for delta in deltas)
