@@ -189,7 +189,7 @@ def test_deltas_of_weights_on_a_gpu(store, checksum):
 
 
 def test_a_gpu_encodes_the_same_chunks_as_a_cpu(monkeypatch):
-    """Also of several comparisons, with words of all sizes."""
+    """The weights take several comparisons, and have words of all sizes."""
     monkeypatch.setattr(device_changes, "DEVICE_BYTES", 16 << 20)
     copier, rng = Copier(2), np.random.default_rng(0)
     dtypes = ["bfloat16", "uint8", "float32", "complex128", "bfloat16"]

@@ -1305,7 +1305,7 @@ def parameter_like(parameter: Any) -> nn.Parameter:
 
 
 class Adapted(nn.Module):
-    """Layer with an adapter around it, as an engine wraps those of a LoRA adapter."""
+    """Layer in a wrapper, as an engine wraps layers that have a LoRA adapter."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -1354,7 +1354,7 @@ REPLACING: dict[str, Callable[[Model], None]] = {
     "LoRA wrapper": wrapping(Adapted),
     "torch.compile": wrapping(compiled),
 }
-"""Ways in which other code replaces a part of a model, or its memory, and keeps its values."""
+"""Functions that replace a part of a model, or its memory, without changing a value."""
 
 
 @mapped_and_staged

@@ -300,7 +300,7 @@ def follow_drafts(directory: Path, name: str, form: str) -> None:
 
 
 def misfits(part: Weights) -> list[tuple[Weights, str]]:
-    """Return drafts with a tensor of another shape, one too few and one too many; what is told."""
+    """Return drafts that do not fit, each with the error message that it causes."""
     names = [name for name, tensor in part.items() if tensor.dim() == 2]
     name = next((n for n in names if is_of_mtp(n)), names[-1])
     narrow = {**part, name: part[name][:, :-1].contiguous()}

@@ -373,7 +373,7 @@ def problems_of(response: dict[str, Any], headers: dict[str, str]) -> list[Any]:
 
 
 def tell_replicas_apart(program: Program) -> None:
-    """Each API server counts each replica's switches, and nobody drives replicas from outside."""
+    """Each API server counts each replica's switches, and refuses a follower in another process."""
     server, newest = program.server, program.newest
     refusal = str(error_of(lambda: follow(server.url, program.store).close()))
     assert "replicas that switch independently" in refusal

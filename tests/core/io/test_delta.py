@@ -154,7 +154,7 @@ def test_what_lies_between_tensors_is_no_change(copier):
     window=st.sampled_from((1024, 4096, 1 << 26)),
 )
 def test_a_device_encodes_the_same_bytes(copier, small_chunks, seed, tensors, window):
-    """Also where memory between tensors differs, which is undefined."""
+    """The memory between tensors has no defined content, and may differ."""
     step = random_step(seed, *zip(*tensors, strict=True), copier)
     contents = step.contents(), step.contents(of_after=True)
     old, new = (each.data for each in contents)

@@ -932,7 +932,7 @@ def test_start_outlasts_a_failed_look_in_a_long_first_copy(remote, local, monkey
 
 @pytest.mark.timing(retry_min_s=0.02)
 def test_a_start_that_has_waited_in_vain_goes_on(remote, local, monkeypatch):
-    """What it waits for may come later: only errors that do not pass end a mirror."""
+    """The source may answer later, so the mirror keeps trying after the time-out."""
     newest_of = StoreSource.newest
 
     def fail(*_: object) -> None:

@@ -128,7 +128,7 @@ def test_a_bucket_with_the_objects_of_another_run(shm_path, remote, local, bucke
         of_other = stack.enter_context(Bucket(f"{bucket.url}-other"))
         if not is_later:
             publish_other()
-        time.sleep(1.1)  # mirrors' order is that of the seconds in which they started
+        time.sleep(1.1)  # the mirror that starts later has the higher token
         sender = stack.enter_context(dbuffer.WeightSender(remote, checksum=True))
         up = stack.enter_context(contextlib.closing(mirror(remote, bucket.url)))
         down = stack.enter_context(mirror(bucket.url, local))

@@ -242,7 +242,7 @@ def test_a_right_that_is_missing(capsys, proxy, url, when, code, missing):
 
 
 class Service:
-    """Fault of a proxy: a service that answers a kind of requests with what it has seen before."""
+    """Fault of a proxy: a service that repeats an earlier answer to one kind of request."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Answer] = {}

@@ -403,7 +403,7 @@ def test_label_of_other_software_is_a_version_by_itself(text):
 
 
 def test_version_that_is_attested_while_it_is_served_stays_one_span():
-    """The label's change begins a span of vLLM's; the headers tell what it was at first."""
+    """vLLM begins a span when the label changes. The headers have the label at the start."""
 
     class RequestState:
         lora_request = lora_name = None
