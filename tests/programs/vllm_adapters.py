@@ -1,8 +1,8 @@
 """A vLLM server that follows two stores of adapters.
 
 Twenty streams ask it while a trainer publishes a version of each adapter a second. The trainer is
-killed, and another one goes on. An engine that loads the version as peft
-saves it generates the same tokens. (`integrations/peft/test_sharded.py` has trainers whose ranks shard the model.)
+killed, and another one goes on. An engine that loads the version as peft saves it generates the
+same tokens. (`integrations/peft/test_sharded.py` has trainers whose ranks shard the model.)
 """
 
 from __future__ import annotations
