@@ -33,7 +33,9 @@ PositiveSeconds = Annotated[
     float,
     msgspec.Meta(gt=0, le=MAX_SECONDS, description=f"seconds above 0, at most {MAX_SECONDS:.0f}"),
 ]
-"""Type of an option for :func:`types_of_fields`."""
+Seconds = Annotated[
+    float, msgspec.Meta(ge=0, le=MAX_SECONDS, description=f"seconds from 0 to {MAX_SECONDS:.0f}")
+]
 
 
 def types_of_fields(options: Any) -> None:
@@ -43,11 +45,16 @@ def types_of_fields(options: Any) -> None:
     """
     kind: Any = type(options)
     for name, annotation in _types_in(kind).items():
-        value = getattr(options, name)
-        try:
-            object.__setattr__(options, name, msgspec.convert(value, annotation))
-        except msgspec.ValidationError:
-            refuse(name, value, _rule(annotation))
+        object.__setattr__(options, name, _converted(name, getattr(options, name), annotation))
+
+
+def _converted(name: str, value: Any, annotation: Any) -> Any:
+    if isinstance(value, float):
+        value = float(value)  # msgspec refuses subclasses, such as numpy's float64
+    try:
+        return msgspec.convert(value, annotation)
+    except msgspec.ValidationError:
+        refuse(name, value, _rule(annotation))
 
 
 @functools.cache
@@ -68,15 +75,11 @@ def _rule(annotation: Any) -> str:
 
 
 def positive_seconds(name: str, value: Any) -> float:
-    if not (_is_time(value) and value > 0):
-        refuse(name, value, f"seconds above 0, at most {MAX_SECONDS:.0f}")
-    return float(value)
+    return float(_converted(name, value, PositiveSeconds))
 
 
 def seconds(name: str, value: Any) -> float:
-    if not _is_time(value):
-        refuse(name, value, f"seconds from 0 to {MAX_SECONDS:.0f}")
-    return float(value)
+    return float(_converted(name, value, Seconds))
 
 
 def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None) -> int:
@@ -99,7 +102,7 @@ def choice(name: str, value: Any, allowed: Iterable[T]) -> T:
 
 def flag(name: str, value: Any) -> bool:
     """Return True or False. Other values are refused: the text ``"false"`` would count as true."""
-    return choice(name, value, (True, False))
+    return bool(_converted(name, value, bool))
 
 
 def path(name: str, value: str | os.PathLike[str]) -> Path:
@@ -182,8 +185,3 @@ def names(name: str, value: Any) -> int | frozenset[str]:
 def refuse(name: str, value: Any, rule: str) -> NoReturn:
     """Raise an `OptionError` for an option. ``rule`` describes the valid values."""
     raise OptionError(f"invalid {name} {value!r:.200}: use {rule}")
-
-
-def _is_time(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value <= MAX_SECONDS  # false for NaN
