@@ -351,7 +351,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         options.whole_number("shard_bytes", shard_bytes)
         beside = None if model is None else options.directory("model", model)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            options.refuse("directory", directory, "a directory that is not there, or empty")
+            options.refuse("directory", directory, "a new or an empty directory")
         filesystem.make_directory(path.parent, parents=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
             made = Path(scratch, "checkpoint")

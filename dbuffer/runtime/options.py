@@ -184,4 +184,5 @@ def names(name: str, value: Any) -> int | frozenset[str]:
 
 def refuse(name: str, value: Any, rule: str) -> NoReturn:
     """Raise an `OptionError` for an option. ``rule`` describes the valid values."""
-    raise OptionError(f"invalid {name} {value!r:.200}: use {rule}")
+    given = os.fspath(value) if isinstance(value, os.PathLike) else value
+    raise OptionError(f"invalid {name} {given!r:.200}: use {rule}")

@@ -544,6 +544,7 @@ def test_a_version_is_exported_as_a_checkpoint(store, checkpoint, tmp_path, caps
     assert (code, told["version"], told["directory"]) == (0, 2, str(directory))
     assert {path.name for path in directory.iterdir()} == {"config.json", FILE}
     code, _, err = call(capsys, "export", store, directory)
-    assert (code, "not there, or empty" in err) == (2, True)
+    message = f"invalid directory '{directory}': use a new or an empty directory"
+    assert (code, message in " ".join(err.split())) == (2, True)
     code, out, _ = call(capsys, "export", store, tmp_path / "first", "--version", "1")
     assert (code, out) == (0, f"version 1 of {store} is saved in {tmp_path / 'first'}\n")
