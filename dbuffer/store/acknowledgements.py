@@ -26,7 +26,7 @@ def wait_applied(
     """Wait until receivers have applied ``version`` or a later version.
 
     ``docs/design.md`` ("Acknowledging") says which receivers' records count, and when the wait
-    fails. A record that has not changed since the writer began is ignored.
+    fails. A problem in a record that has not changed since the writer opened the store is ignored.
     """
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
@@ -52,7 +52,7 @@ def wait_applied(
 def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
     """Return the lag of each living receiver, keyed by its id.
 
-    If several receivers have one id, the longest lag counts.
+    If several receivers share an id, the longest lag counts.
     """
     pointer = store.newest_pointer() if store.exists() else None
     if pointer is None:

@@ -1,4 +1,4 @@
-"""`DoubleBuffer`: read access to a store: its two buffers, version pointer and records.
+"""`DoubleBuffer` reads a store's version pointer, manifests and records.
 
 `Contents` reads the version pointer and each manifest at most once.
 """
@@ -82,7 +82,7 @@ class DoubleBuffer:
 
     @property
     def medium(self) -> Medium:
-        """Kind of mount that the store is on. The next use notices a new mount at the path."""
+        """Kind of mount that the store is on, determined again if the path's device has changed."""
         device = None
         with contextlib.suppress(OSError):
             device = self.root.stat().st_dev
@@ -133,7 +133,7 @@ class DoubleBuffer:
         newest version.
         """
         manifests = before = None
-        while manifests is None or manifests != before:  # until both are of one moment
+        while manifests is None or manifests != before:  # until two reads in a row agree
             before, manifests = manifests, {name: self.manifest(name) for name in places.BUFFERS}
         if None in manifests.values():
             return None  # the first version is being written
@@ -152,9 +152,9 @@ class DoubleBuffer:
         return min(complete, key=lambda pointer: pointer.generation)
 
     def weights_path(self, buffer: str, manifest: Manifest) -> Path:
-        """Path of the weights file that a manifest names.
+        """Return the path of the weights file that a manifest names.
 
-        A kept version has its own hard link to the file.
+        For a kept version, this is the path of the version's own hard link to the file.
         """
         if manifest.anchor_buffer is not None and not places.is_kept(buffer):
             buffer = manifest.anchor_buffer
@@ -192,7 +192,10 @@ class DoubleBuffer:
         return dict(sorted(kept.items(), key=lambda item: item[1].version))
 
     def kept_directories(self) -> dict[str, Path]:
-        """List directories of kept and of dropped versions, keyed by ``kept/RUN-NUMBER``."""
+        """Return the directory of each kept version, keyed by ``kept/RUN-NUMBER``.
+
+        A version that a sender has dropped still has a directory while readers may need its files.
+        """
         directories = filesystem.list_matching(self.root / places.KEPT_DIRECTORY, "*")
         return {places.kept_buffer(directory.name): directory for directory in directories}
 
@@ -269,7 +272,8 @@ class DoubleBuffer:
         """Read the records of all receivers with this id, in order of their files' last changes."""
         entries = self._record_entries()
         paths = [Path(e.path) for e in entries if places.receiver_of(e.name) == receiver_id]
-        # Sort by the files' times, of one clock: times in records come from many hosts' clocks.
+        # Sort by the files' times, which one clock sets: each host's clock sets the times in its
+        # records.
         paths.sort(key=filesystem.touched_at)
         return [record for path in paths if (record := self._read_usable(path)) is not None]
 
@@ -312,10 +316,9 @@ class DoubleBuffer:
     def may_live(self, record: ReceiverRecord | WriterRecord) -> bool:
         """Whether the process that wrote a record may still be alive.
 
-        If this host can see the process, check the process. Otherwise check the record's lock or
-        time. If a mirror relays the record, the receiver counts as alive until its record says
-        that it has ended: its last acknowledgement may still be on its way when its process has
-        ended.
+        If the process can be seen from here, check the process. Otherwise check the record's lock
+        or time. If a mirror relays the record, check the lock or time even if the process is seen
+        to have ended: the mirror may not have relayed the last acknowledgement yet.
         """
         process = Process.of(record)
         if isinstance(record, WriterRecord):
@@ -344,8 +347,8 @@ class DoubleBuffer:
 
 
 def _file_state(status: os.stat_result, now_s: float) -> _FileState | None:
-    # Return None for a file that changed just now, so that it is read again: another change in the
-    # same tick of the clock could leave its time, and even its inode, as they are.
+    # Return None for a file that changed just now, so that the file is read again: another change
+    # in the same tick of the clock could leave the file's time, and even its inode, unchanged.
     if now_s - max(status.st_mtime, status.st_ctime) < _MTIME_GRANULARITY_S:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -94,7 +94,7 @@ def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedEr
             ) from error
         owner = ""
         if error.errno == errno.EACCES:
-            owner = f" for user {os.geteuid()}; a store is for the user who made it"
+            owner = f" for user {os.geteuid()}; only the user who made a store can use it"
         raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}{owner}") from error
 
     return TranslatedErrors(translate)
@@ -434,7 +434,7 @@ def sync_directory(path: Path) -> None:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
         # SMB and some FUSE mounts cannot flush a directory.
-        message = "%s cannot be flushed as a directory: its server decides when renames are durable"
+        message = "cannot flush the directory %s: its server decides when renames are durable"
         log_once(logger, message, path)
     finally:
         os.close(descriptor)
@@ -466,7 +466,7 @@ def take_lock(path: Path, owner: str, *, may_lack_locks: bool) -> Descriptor | N
     """Make a lock file, locked until it is closed; return None if another process has the lock.
 
     On a mount without locks, such as Lustre by default, raise a StoreAccessError. With
-    ``may_lack_locks``, return the unlocked file instead: the caller detects a second owner.
+    ``may_lack_locks``, return the unlocked file instead: the caller must detect a second owner.
     """
     with os_errors(f"open the {owner} lock", path):
         lock = Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
@@ -505,8 +505,8 @@ def _cannot_lock(descriptor: int, error: OSError) -> StoreAccessError:
     advice = ""
     if error.errno in NO_LOCKS:
         advice = (
-            "; its mount knows no locks (flock), which a store on a local disk needs: use another "
-            f"directory, or set {MOUNT_VARIABLE}=network for all processes that use this one"
+            "; its mount has no locks (flock), which a store on a local disk needs: use another "
+            f"directory, or set {MOUNT_VARIABLE}=network for all processes that use the store"
         )
     refused = StoreAccessError(f"cannot lock {path}: {error.strerror}{advice}")
     refused.errno = error.errno
@@ -629,8 +629,8 @@ class Descriptor(Closing, ProcessBound):
 
     def close(self) -> None:
         if not self._is_inherited:
-            # A child that was just forked still shares the file's lock: it closes its copy of the
-            # file when it first runs, which can be later than this.
+            # Unlock the file, because closing it may not: a child that was just forked shares the
+            # lock until the child first runs and closes its copy of the file.
             with contextlib.suppress(OSError, ValueError):  # the file has no lock, or is closed
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         _close_quietly(self._file)

@@ -117,7 +117,8 @@ def pin(store: DoubleBuffer, version: int | VersionId) -> None:
     ):
         pinned = store.root / opened.buffer / places.PIN_FILE
         # Make the pin, then check the manifest. A sender that drops the version removes the
-        # manifest, then checks for the pin. So at least one of the two notices the other.
+        # manifest, then checks for the pin. So this function finds no manifest, or the sender
+        # finds the pin.
         with contextlib.suppress(FileNotFoundError):
             pinned.touch(mode=0o600)
         if not opened.is_still_named():

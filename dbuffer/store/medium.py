@@ -67,9 +67,9 @@ class Medium:
 
     @property
     def can_rewrite_in_place(self) -> bool:
-        """Whether a later version overwrites a weights file.
+        """Whether a writer may overwrite a weights file with a later version.
 
-        If not, each version has a new file.
+        If not, each version gets a new file.
         """
         return not self.reaches_other_hosts and self.filesystem in REWRITABLE_FILESYSTEMS
 

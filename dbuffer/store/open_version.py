@@ -65,7 +65,7 @@ class OpenVersion(Closing, abc.ABC):
     def noticing_loss(self) -> Iterator[None]:
         """Raise an `OvertakenError` if a file of the version is removed during the ``with`` block.
 
-        If the manifest still names the removed file, raise a `StoreCorruptError`.
+        If the manifest still names the removed file, raise a `StoreCorruptError` instead.
         """
         try:
             yield
@@ -82,12 +82,16 @@ class OpenVersion(Closing, abc.ABC):
         data = self.read_at(manifest.layout_offset, manifest.layout_bytes)
         if digest(data) != manifest.layout_xxh3:
             raise errors.StoreCorruptError(
-                f"{self.name}: its layout was damaged after it was published"
+                f"{self.name}: its layout was damaged after it was published; publish again to "
+                "repair the store"
             )
         with naming(self.name):
             layout = Layout.decode(data, manifest.checksums_offset)
         if len(layout.specs) != manifest.num_tensors:
-            raise errors.StoreCorruptError(f"{self.name}: its layout and its manifest disagree")
+            raise errors.StoreCorruptError(
+                f"{self.name}: its layout has {len(layout.specs)} tensors, and its manifest says "
+                f"{manifest.num_tensors}; publish again to repair the store"
+            )
         return layout
 
 
@@ -121,7 +125,7 @@ class OpenStoreVersion(OpenVersion):
         """Pause after a file was missing; raise an `OvertakenError`, so that the caller rereads.
 
         If the manifest has named the missing file for `Timing.settle_s`, raise a
-        `StoreCorruptError`.
+        `StoreCorruptError` instead.
         """
         logger.warning(
             "a file of version %d was removed while it was read: %s",
@@ -289,7 +293,7 @@ def _reason_not_to_read(
 
 
 class Patience:
-    """Waits between retries of a failed read, as long as a writer at work may have made it fail."""
+    """Waits between retries of a read that may have failed because a writer is at work."""
 
     def __init__(self) -> None:
         self._about: object = None

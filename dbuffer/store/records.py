@@ -132,7 +132,8 @@ class OwnRecord(ProcessBound):
     def write(self, **changes: Any) -> None:
         """Change fields of the record in memory.
 
-        A `RecordFile` also writes its file. A mirror's next upload puts its record into a bucket.
+        A `RecordFile` also writes the record's file. A mirror that reads a bucket puts its record
+        into the bucket later, with the records of its local store.
         """
         self.set(**changes)
 
@@ -261,7 +262,7 @@ def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
         if _has_ended(store, record):
             with contextlib.suppress(OSError):
                 store.record_path(record.receiver, record.token).unlink()
-        elif newcomer.part_of is None:  # a rank's engine has a record of its own, which warns
+        elif newcomer.part_of is None:  # for a rank, the engine's own record already warns
             logger.warning(
                 "%s has another receiver %s, process %d on %s: a sender that waits for this id "
                 "waits for both",

@@ -133,9 +133,9 @@ class Retention:
         """Remove all weights files, deltas and kept versions that the store no longer needs.
 
         Call this method just after one of the ``manifests`` of buffers A and B was replaced, never
-        before: the replaced manifest may name files that are removed here. Kept versions are
-        dropped if they do not lead to ``next_one`` (the version about to be written), and the
-        oldest ones if there are more than ``num_kept``.
+        before: the old manifest may name files that are removed here. Kept versions are dropped if
+        they do not lead to ``next_one`` (the version about to be written), and the oldest ones if
+        there are more than ``num_kept``.
         """
         # List the files first. If a version is pinned after this, its files are not in the list,
         # so they are not removed.
@@ -199,9 +199,9 @@ class Retention:
                     log_once(logger, message, str(error))
 
     def _remove_old_refusals(self, now_s: float) -> None:
-        """Remove marks of refused versions that left the store.
+        """Remove old marks of refused versions that the store no longer has.
 
-        New marks stay: a mirror may lag, and its engines may still find such a version there.
+        Recent marks stay: the store of a mirror that lags may still have the version.
         """
         marks = filesystem.list_matching(self.store.root / places.REFUSED_DIRECTORY, "*")
         forget_s = TIMING.forget_receivers_after_s
@@ -284,11 +284,11 @@ class Retention:
         return reasons
 
     def _ages_s(self, files: dict[Path, list[Path]], unknown: Set[Path]) -> dict[Path, float]:
-        """Return a lower bound of the time since a manifest named each of a dead writer's files.
+        """Return for how long, at least, no manifest has named each of a dead writer's files.
 
-        No manifest has named the file since a manifest of A or B was last replaced. In a store
-        without deltas, the time since the buffer's next file was written also counts, if longer:
-        the buffer's manifest stops naming a file before the next file is made. All times are by the
+        This time is the age of the newer one of the manifests of A and B. In a store without
+        deltas, it is the age of the next file in the same buffer, if that is older: a buffer's
+        manifest stops naming a file before the buffer's next file is made. All times are by the
         filesystem's clock. The time since this writer's start would be too short: a writer such as
         `dbuffer publish` lives only for a moment.
         """

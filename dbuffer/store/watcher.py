@@ -51,8 +51,8 @@ def _setting(changed: threading.Event, name: str) -> type[InotifyEmitter]:
 class Watcher(ProcessBound):
     """Watches a directory for a file that is made or replaced.
 
-    On a network mount, or if no inotify watch or thread is available, :meth:`wait` sleeps. If the
-    directory is made or replaced later, :meth:`wait` begins to watch the new directory.
+    On a network mount, or if no inotify watch or thread is available, :meth:`wait` only sleeps. If
+    the directory is made or replaced later, :meth:`wait` begins to watch the new directory.
     """
 
     def __init__(self, directory: Path, name: str) -> None:

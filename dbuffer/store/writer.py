@@ -11,7 +11,8 @@ intact. The kernel drops the writer's locks. The next writer finds the idle buff
 
 On a local mount where files can be rewritten in place, each buffer has one weights file, and each
 version in the buffer overwrites it. The writer first locks the file, so it waits for readers. A
-version gets a new file on any other mount, if the layout changed, or if the sender keeps versions.
+version gets a new file if the layout changed, if readers are evicted, or if the sender keeps
+versions. On all other mounts, each version gets a new file.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ class BufferWriter:
         self._open_records: dict[Path, Descriptor | None] = {}
         self._reader_timeout_s = reader_timeout_s
         self._open_files: dict[Path, Descriptor] = {}
-        """Weights files that this writer may overwrite. On a network mount these are all its files,
-        for the reason given at `replace_file`."""
+        """Open weights files: on a local mount the files that this writer may overwrite, on a
+        network mount all files that it made (`replace_file` says why)."""
         self._retention = Retention(self.store, self._open_files, reader_timeout_s, num_kept=keep)
         self._is_shown = not self.medium.reaches_other_hosts
         """Whether the store's directory, which may be new, has been made visible to other hosts."""
@@ -188,8 +189,8 @@ class BufferWriter:
         If versions are kept, first keep the buffer's version. On a local mount, wait for readers of
         the buffer. Once the buffer is marked, remove files that the store no longer needs
         (`Retention.sweep`). If the buffer's file cannot be overwritten, make a new file, and
-        allocate all its blocks if the ``layout`` is known. Without ``with_file``, the version
-        consists of an earlier version's file and deltas, and gets no file.
+        allocate all its blocks if the ``layout`` is known. Without ``with_file``, make no file: the
+        version uses an earlier version's file.
 
         Raises:
             StoreFullError: the filesystem has no room for a new file.
@@ -277,7 +278,7 @@ class BufferWriter:
         """Wait for a weights file's readers, then lock the file; return False on time-out.
 
         After a time-out the version gets a new file, and the readers are evicted: they keep the
-        bytes that they have mapped, and notice it at their next look at the generation.
+        bytes that they have mapped, and notice the eviction when they next check the manifest.
         """
         patience_s = self._reader_timeout_s
         quiet_s = min(patience_s, _QUIET_WAIT_S)
@@ -359,7 +360,7 @@ class BufferWriter:
             return None
         path = self.store.weights_path(buffer, manifest)
         with contextlib.suppress(OSError):
-            if path.stat().st_nlink > 1:  # also a kept version's file, which is never rewritten
+            if path.stat().st_nlink > 1:  # a kept version shares the file: it is never rewritten
                 return None
         return filesystem.identity_at(path)
 
@@ -409,7 +410,7 @@ class BufferWriter:
         Raises:
             WriterSupersededError: another writer took the store over.
             StoreFullError, StoreAccessError: a flush or write failed, or the version cannot be read
-                back. Nothing was published, unless the message says so.
+                back. Nothing was published, unless the message says that the version is published.
             ClosedError: this writer is closed. Nothing was published.
         """
         self._check_open()
@@ -459,8 +460,8 @@ class BufferWriter:
                 is_published = "is"
             kind = StoreFullError if isinstance(error, StoreFullError) else StoreAccessError
             raise kind(
-                f"version {pointer.version} {is_published} published, but not all hosts may be "
-                f"able to read it, or it may not outlast a power cut: {error}"
+                f"version {pointer.version} {is_published} published, but some hosts may be unable "
+                f"to read it, and a power cut may undo it: {error}"
             ) from error
 
         return TranslatedErrors(translate)
@@ -469,7 +470,8 @@ class BufferWriter:
     def open_kept(self, version: int | VersionId) -> Iterator[OpenStoreVersion]:
         """Keep a version of the store, unless it is kept already, and open it for a ``with`` block.
 
-        No publish drops the version during the block, even if a publish in the block fails.
+        During the block, no publish drops the version. Afterwards, a publish drops it like any
+        other kept version.
         """
         self._check_open()
         with os_errors("publish", self.root):
@@ -502,7 +504,7 @@ class BufferWriter:
             raise
 
     def _read_back(self, pointer: Pointer, complete: Manifest, sizes: dict[Path, int]) -> None:
-        """Read a version back; raise if a cache or another writer changed it after the write."""
+        """Read pointer, manifest and file sizes back; raise if they differ from those written."""
         patience = Patience()
         while True:
             try:
@@ -538,9 +540,9 @@ class BufferWriter:
                     path.unlink(missing_ok=True)
 
     def _recover(self, run_name: str | None) -> tuple[WriterRecord, list[Run]]:
-        """Begin a run in a store that an earlier writer may have left.
+        """Begin a run in a new store, or in a store that an earlier writer left.
 
-        Return the new writer's record, and the new run with the runs that led to it.
+        Return the new writer's record, and a list of the new run and the runs that led to it.
         """
         before = self.store.undamaged_writer()
         contents = Contents(self.store)
