@@ -25,7 +25,7 @@ from dbuffer.mirror.records import ReceiversOfBucket
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import buffer_status, in_order, make_status, receiver_status
 
-_MISSING = "is missing, or has another size: the mirror into the bucket puts it within a minute"
+_MISSING = "is missing or has a wrong size: a running mirror uploads it again within a minute"
 
 
 def read_bucket_status(bucket: Bucket) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Command line of dbuffer. Torch, whose import takes seconds, is imported when a command runs."""
+"""Command line of dbuffer. Importing torch takes seconds, so a command imports it when it runs."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _DESCRIPTION = """Move weights from a trainer to its inference workers through a
 
 A store is a directory with two buffers and a pointer to the newest version. `publish` writes a
 checkpoint into it, `follow` prints each new version, and `status` shows the sender and the
-receivers. Inference servers follow a store by themselves.
+receivers. Inference servers need none of these commands to follow a store.
 """
 
-_EPILOG = """`dbuffer COMMAND --help` shows a command's options. The variable DBUFFER_STORE stands
-for a STORE that is left out.
+_EPILOG = """`dbuffer COMMAND --help` shows a command's options. If you leave out STORE, the command
+uses the store in the variable DBUFFER_STORE.
 
 Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a time-out, or nothing
 was published yet; 4 another process took over as the writer; 130 stopped by Ctrl-C; 141 broken
@@ -121,7 +121,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         app(arguments, prog_name="dbuffer")
     except SystemExit as stop:
-        if isinstance(stop.__context__, BrokenPipeError):  # typer takes a broken pipe for a failure
+        if isinstance(stop.__context__, BrokenPipeError):  # typer exits with 1 for a broken pipe
             raise stop.__context__ from None
         return stop.code if isinstance(stop.code, int) else EXIT_FAILED
     return 0
@@ -137,7 +137,9 @@ def _print_version(value: bool) -> None:
 def _options(
     _debug: Annotated[
         bool,
-        typer.Option("--debug", help="Show tracebacks and debug logs; accepted in any place."),
+        typer.Option(
+            "--debug", help="Show tracebacks and debug logs; allowed before or after the command."
+        ),
     ] = False,
     _version: Annotated[
         bool,

@@ -22,7 +22,7 @@ from dbuffer.store.kept import is_pinned
 
 
 def read_status(store: DoubleBuffer) -> dict[str, Any]:
-    """Return a store's status, as `dbuffer status --json` prints it, without writing anything."""
+    """Return a store's status as `dbuffer status --json` prints it. Do not change the store."""
     store.check()
     pointer = store.newest_pointer()
     newest = manifest = refusal = None
@@ -164,7 +164,7 @@ def buffer_status(
 ) -> dict[str, Any]:
     """Return the status of a store's buffer, or of the newest version in a bucket.
 
-    ``delta_bytes`` is a function that returns the total size of the deltas to given versions.
+    ``delta_bytes`` returns the total size of the delta files that lead to given versions.
     ``held_by`` has the ids of the receivers that are reading the version.
     """
     status: dict[str, Any] = {

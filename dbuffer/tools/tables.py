@@ -37,7 +37,7 @@ def table(rows: Sequence[Mapping[str, Any]], *columns: str) -> RenderableType:
 
 _GAP = 2  # between columns
 _WORD = 9
-"""Minimum width of a column. Longer words, such as tensor names, are folded."""
+"""Width to which columns can shrink. Longer words, such as tensor names, are then folded."""
 
 
 @dataclasses.dataclass
@@ -121,7 +121,7 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
             **receiver,
             "has_ended": not receiver["is_alive"],
             "step": receiver["metadata"].get("step"),
-            # Hide the age of a rank's record: it is rarely written, so its age says nothing.
+            # Hide the age of a rank's record: a rank rarely writes its record, even while it runs.
             "updated_age_s": None if receiver["part_of"] else receiver["updated_age_s"],
             "device_bytes": receiver["device_bytes"] or None,
             "memory_bytes": receiver["memory_bytes"] or None,
@@ -141,7 +141,7 @@ def layout_parts(layout: dict[str, Any]) -> list[RenderableType]:
 def verification_parts(checks: list[dict[str, Any]]) -> list[RenderableType]:
     """Return a table of verified buffers with their damage, and notes on missing checksums."""
     notes = [
-        f"version {check['version']} has no checksums: bytes of its tensors are not verified"
+        f"version {check['version']} has no checksums, so the bytes of its tensors were not checked"
         for check in checks
         if not check["has_checksums"] and not check["problems"]
     ]
@@ -149,7 +149,7 @@ def verification_parts(checks: list[dict[str, Any]]) -> list[RenderableType]:
 
 
 def server_parts(answer: dict[str, Any]) -> list[RenderableType]:
-    """Return a line and a table: whether a server serves a verified version, and its replicas."""
+    """Return a line that says whether a server passed the check, and a table of its replicas."""
     serves = "serves" if answer["is_verified"] else "does not serve"
-    title = f"{answer['engine']} {serves} version {answer['id'].number}, verified"
+    title = f"{answer['engine']} {serves} verified weights of version {answer['id'].number}"
     return [line(title), table(answer["replicas"])]

@@ -33,12 +33,12 @@ def doctor(
 ) -> None:
     """Probe a mount or a bucket: show what works on it, and how dbuffer adapts.
 
-    The probes run in a directory inside STORE, and remove it afterwards. A store in STORE is not
-    touched. If `dbuffer doctor STORE --peer` runs on another host, this command also publishes to
-    that host, and measures when the host sees each version, and whether the clocks agree. Exit code
-    1 if a store would not be safe there, or needs --allow-shared-store.
+    The probes work in temporary directories in STORE, and do not change a store in STORE. If
+    `dbuffer doctor STORE --peer` runs on another host, this command also publishes to that host,
+    and measures when the host sees each version, and whether the clocks agree. Exit code 1 if a
+    store in STORE would not be safe, or needs --allow-shared-store.
 
-    In a bucket (s3://BUCKET/PREFIX), the command tries the rights that mirrors need.
+    In a bucket (s3://BUCKET/PREFIX), the command tests the rights and features that mirrors need.
     """
     place = shared.parse_place(store)
     if isinstance(place, str):
@@ -50,7 +50,7 @@ def doctor(
     elif peer:
         with progress(f"waiting for 'dbuffer doctor {place}' on another host"):
             num_seen = wait_for_host(place)
-        text = f"saw {num_seen} versions of another host, which has the results"
+        text = f"saw {num_seen} versions from the other host, which prints the results"
         shared.show({"num_seen": num_seen}, text, as_json=as_json)
         return
     else:

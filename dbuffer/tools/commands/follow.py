@@ -46,7 +46,8 @@ def follow(
     when: Annotated[
         list[str] | None,
         typer.Option(
-            help="Skip versions unless this key of their metadata is a multiple of N: step=100.",
+            help="Skip versions unless their metadata's value of KEY is a multiple of N, as in "
+            "step=100.",
             metavar="KEY=N",
         ),
     ] = None,
@@ -113,7 +114,7 @@ def _next(
 def _divisor_in(text: str) -> tuple[str, int]:
     key, _, number = text.rpartition("=")
     if not (number.isascii() and number.isdecimal() and int(number)):
-        options.refuse("when", text, "a key of the metadata and a number, as step=100")
+        options.refuse("when", text, "a metadata key and a number above 0, as in step=100")
     return key, int(number)
 
 

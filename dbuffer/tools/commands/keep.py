@@ -87,7 +87,7 @@ def export(
     directory: Annotated[
         Path,
         typer.Argument(
-            help="Directory of the checkpoint; made, or empty.",
+            help="Directory for the checkpoint. Must be empty or not exist yet.",
             metavar="DIR",
             parser=shared.parse_path,
         ),

@@ -26,7 +26,8 @@ def mirror(
     ],
     count: shared.CountOption = None,
     poll_interval_s: Annotated[
-        float, typer.Option(help="Time between two looks at the source.", metavar="SECONDS")
+        float,
+        typer.Option(help="How often to check the source for a new version.", metavar="SECONDS"),
     ] = 0.5,
     metrics_port: Annotated[
         int | None,

@@ -59,7 +59,8 @@ def publish(
     version: Annotated[
         int | None,
         typer.Option(
-            help="Version, above the last one. Default: the last one + 1.", metavar="VERSION"
+            help="Number of the version, above the store's last. Default: the last + 1.",
+            metavar="VERSION",
         ),
     ] = None,
     metadata: Annotated[

@@ -30,7 +30,7 @@ EXIT_USAGE = 2
 EXIT_TIMEOUT = 3
 EXIT_SUPERSEDED = 4
 EXIT_SIGNAL = 128
-"""Number that is added to a signal's number for the exit code of a command that it stopped."""
+"""Exit code of a command that a signal stopped, minus the number of the signal."""
 
 
 def _parser(parse_url: Callable[[str, str], Any] = options.path) -> Callable[[str], Any]:
@@ -61,7 +61,7 @@ SharedOption = Annotated[
         help="Accept a directory that belongs to another user, or that others can write to.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, each result on a line.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one line per result.")]
 CountOption = Annotated[
     int | None,
     typer.Option(help="Stop after N versions.", metavar="N", min=1),
@@ -91,7 +91,7 @@ def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:
     """Open a store for reading. Refuse a directory that contains no store."""
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     if view.exists() and not is_store(store):
-        state = view.state_without_version() or ": the directory has nothing of one"
+        state = view.state_without_version() or ": the directory has no files of a store"
         raise StoreNotFoundError(f"there is no store at {store}{state}")
     return view
 

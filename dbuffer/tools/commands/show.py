@@ -55,7 +55,7 @@ def status(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Show problems, and the versions, sender and receivers of a store with their lags.
+    """Show a store's problems, its versions and sender, and each receiver with its lag.
 
     A killed sender is a problem, a closed sender is not. For a bucket: the newest version, and the
     receivers whose records the mirrors have put there.
@@ -208,11 +208,11 @@ def _compare(answer: dict[str, Any], expected: list[VersionId], newest: Lineage)
     is_attested = answer.get("attested") is True
     problem = None
     if not is_of_store:
-        problem = "its weights are not a version that leads to the store's newest"
+        problem = "it serves no version that leads to the newest one: does it follow another store?"
     elif served not in expected:
         problem = f"it does not serve version {expected[0].number}"
     elif not is_attested:
-        problem = "it has not compared its weights with the version (its option `attest`)"
+        problem = "it has not compared its weights with the version: set its option `attest`"
     return {
         "version": number,
         "run": run,

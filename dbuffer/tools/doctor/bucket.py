@@ -32,11 +32,15 @@ def examine_bucket(url: str) -> list[Finding]:
         probes = _Probes(bucket)
         return [
             find("get", probes.get, "no mirror can read"),
-            find("list", probes.list, "no mirror can begin: a missing pointer looks refused"),
+            find(
+                "list",
+                probes.list,
+                "no mirror can start: without this right, a get of a missing object is refused",
+            ),
             find("put records", probes.put_records, ""),
             find("get after put", probes.get_after_put, "mirrors would miss versions"),
             find("list after put", probes.list_after_put, "acknowledgements would be missed"),
-            find("conditional get", probes.get_on_condition, "each poll would get a whole record"),
+            find("conditional get", probes.get_on_condition, "each poll would download a record"),
             find("ranges", probes.get_range, "no mirror can download a version"),
             find("clock", probes.clock, "compare the clocks of this host and of the service"),
             find("put versions", probes.put_versions, ""),
@@ -63,7 +67,7 @@ class _Probes:
         return "good", f"mirrors that have put records: {num_mirrors}", _AT_BOTH_ENDS
 
     def put_records(self) -> Outcome:
-        use_without = "weights arrive, and the sender gets no acknowledgements from here"
+        use_without = "weights arrive, but the sender gets no acknowledgements from here"
         return self._granted(lambda: self._put(_RECORD), _AT_BOTH_ENDS, use_without)
 
     def get_after_put(self) -> Outcome:
@@ -131,13 +135,13 @@ class _Probes:
             self._bucket.put_in_parts(_VERSION, b"parts")
             return bytes(self._bucket.get_range(_VERSION, 0, 5)) == b"parts"
 
-        return self._tested(_VERSION, works, "the object has other content", _AT_TRAINER)
+        return self._tested(_VERSION, works, "a get returned other bytes than the put", _AT_TRAINER)
 
     def delete(self) -> Outcome:
         return self._granted(lambda: self._bucket.delete([_RECORD, _VERSION]))
 
     def _put(self, name: str) -> Tag:
-        # Each put has other content, and so another ETag.
+        # Put different content each time, so that the ETag changes.
         self._num_puts += 1
         record = BucketReceivers(records=[], updated_at=float(self._num_puts))
         tag = self._bucket.put(name, encode(record))
@@ -170,4 +174,4 @@ class _Probes:
 
 
 def _untested() -> Outcome:
-    return "unknown", "not tested, as it needs a put", ""
+    return "unknown", "not tested: this host may not put the object", ""

@@ -152,11 +152,11 @@ def _describe_versions(problem: str | None, delays_s: list[float]) -> Outcome:
         return "broken", problem, "workers there would not get versions published here"
     median_ms, max_ms = 1e3 * statistics.median(delays_s), 1e3 * max(delays_s)
     result = (
-        f"seen after {median_ms:.1f} ms (median), {max_ms:.1f} ms (max) of {len(delays_s)}, each "
-        "whole by its checksums"
+        f"{len(delays_s)} versions seen, {median_ms:.1f} ms (median) and {max_ms:.1f} ms (max) "
+        "after they were published, with correct checksums"
     )
     if max_ms > 1e3:
-        return "adapted", result, f"versions arrive that late; {POLLING}"
+        return "adapted", result, f"versions arrive with this delay; {POLLING}"
     return "good", result, POLLING
 
 
@@ -164,6 +164,6 @@ def _describe_clocks(low_s: float, high_s: float) -> Outcome:
     apart_s, error_s = abs(high_s + low_s) / 2, (high_s - low_s) / 2
     result = f"{apart_s:.3f} s apart, give or take {error_s:.3f} s"
     if low_s > 1 or high_s < -1:
-        consequence = "ages in `dbuffer status` are off by that; no guarantee depends on clocks"
+        consequence = "ages in `dbuffer status` are wrong by this; no guarantee depends on clocks"
         return "adapted", result, consequence
     return "good", result, "no guarantee depends on clocks"

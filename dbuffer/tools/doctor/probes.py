@@ -146,13 +146,13 @@ def _room(base: Path) -> Outcome:
     room = os.statvfs(base)
     if room.f_blocks == 0:
         consequence = "a version that is too large fails while it is written"
-        return "unknown", "the mount does not tell", consequence
+        return "unknown", "the mount does not report its size", consequence
     free = room.f_bavail * room.f_frsize
     return (
         "good",
         f"{format_bytes(free)} free of {format_bytes(room.f_blocks * room.f_frsize)}",
-        f"room for two versions of {format_bytes(free / 2)} each; of {format_bytes(free / 3)}, "
-        "where readers keep an old one",
+        f"room for two versions of {format_bytes(free / 2)} each, or for three of "
+        f"{format_bytes(free / 3)}, if slow readers still hold an old version",
     )
 
 
@@ -176,12 +176,12 @@ def _trust(path: Path, base: Path) -> Outcome:
         others_can_rename = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
         if is_store or others_can_rename:
             return "broken", result, f"refused: {error}"
-        return "adapted", result, "not a store itself; a sender makes one in it, with mode 0700"
-    return "good", f"{result}, the current user", "used"
+        return "adapted", result, "not a store; a sender makes a store inside it, with mode 0700"
+    return "good", f"{result}, the current user", "a sender can use it"
 
 
 def _locks(medium: Medium, base: Path) -> Outcome:
-    undetected = "a second sender is detected by its epoch, not prevented"
+    second_sender = "a second sender is detected by its epoch, not prevented"
     with (
         scratch(base) as place,
         filesystem.make_file(place / "lock", os.O_RDWR) as file,
@@ -192,13 +192,14 @@ def _locks(medium: Medium, base: Path) -> Outcome:
         except StoreAccessError as error:
             if not medium.reaches_other_hosts or error.errno not in filesystem.NO_LOCKS:
                 raise
-            return "adapted", "not supported by the mount", f"readers need none; {undetected}"
+            return "adapted", "the mount has no locks", f"readers need no locks; {second_sender}"
         if filesystem.try_lock(second_file.number, exclusive=True):
-            result = "two can hold the same exclusive lock"
-            return "adapted", result, f"readers read the manifest twice; {undetected}"
+            result = "two open files can hold the same exclusive lock"
+            return "adapted", result, f"readers read the manifest twice; {second_sender}"
+    result = "a lock excludes other locks"
     if medium.reaches_other_hosts:
-        return "good", "exclude", "a second sender on this host is refused; readers need none"
-    return "good", "exclude", "readers lock the version that they read; a second sender is refused"
+        return "good", result, "a second sender on this host is refused; readers need no locks"
+    return "good", result, "readers lock the version that they read; a second sender is refused"
 
 
 def _mapping(medium: Medium, base: Path) -> Outcome:
@@ -227,7 +228,8 @@ def _mapping(medium: Medium, base: Path) -> Outcome:
 
 def _events(medium: Medium, base: Path) -> Outcome:
     if medium.reaches_other_hosts:
-        return "adapted", "not probed: changes by other hosts cause none", f"{POLLING}; no inotify"
+        result = "not probed: changes by other hosts cause no event"
+        return "adapted", result, f"{POLLING}; no inotify"
     with scratch(base) as place:
         watcher = Watcher(place, "pointer")
         try:

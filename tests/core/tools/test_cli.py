@@ -147,7 +147,7 @@ def places(directory: Path) -> Path:
         (3, "ls unpublished", "nothing was published in"),
         (3, "follow empty --timeout-s 0.2", "no new version within 0.2 s in "),
         (1, "status missing", "there is no store"),
-        (1, "status empty", "there is no store at empty: the directory has nothing of one"),
+        (1, "status empty", "there is no store at empty: the directory has no files of a store"),
         *((1, f"{command} checkpoint", NO_STORE) for command in ("status", "verify", "ls")),
         *((1, f"{command} checkpoint 1", NO_STORE) for command in ("pin", "unpin", "rollback")),
         (2, "pin 2 empty", "is not a version number (are STORE and VERSION swapped?)"),

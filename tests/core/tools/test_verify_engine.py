@@ -61,7 +61,7 @@ def test_a_server_that_is_not_there_yet(
         code, out, _ = call(capsys, "verify", store, "--engine", url, *options)
     assert code == 3
     assert problem in out
-    assert " does not serve version " in out
+    assert " does not serve verified weights of version " in out
 
 
 def test_a_server_that_stays_on_a_version(capsys, store, two_versions):
