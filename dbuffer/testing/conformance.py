@@ -53,7 +53,7 @@ class Client:
 
 
 class Source(WeightSource):  # type: ignore[misc]
-    """Trainer's weights as vLLM's `WeightSource`. A check can replace them, or let reads fail."""
+    """Trainer's weights as vLLM's `WeightSource`. A check can replace `weights`, or fail reads."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -137,7 +137,7 @@ class Trainer:
         try:
             update()
         except Exception:
-            with contextlib.suppress(Exception):  # most backends have already ended the update
+            with contextlib.suppress(Exception):  # an error if the backend has ended the update
                 self.client.finish_weight_update()
         else:
             raise AssertionError(f"an update was not refused: {problem}")
@@ -213,7 +213,7 @@ def check_half_updates(bench: Bench) -> None:
 
 
 def check_sleep(bench: Bench) -> None:
-    """Check that an update during sleep mixes no weights, and one after sleep restores them all."""
+    """Check that an update during sleep mixes no weights, and that a later one restores them."""
     with bench.training() as trainer:
         second = trainer.send(bench.second)
         bench.llm.sleep(level=1)
@@ -232,7 +232,7 @@ def check_sleep(bench: Bench) -> None:
 
 
 def check_sparse(bench: Bench) -> None:
-    """Check that sending patches (changed elements) has the result of sending all tensors."""
+    """Check that patches (changed elements) have the same result as sending all tensors."""
     patched = {name: tensor.clone() for name, tensor in bench.first.items()}
     patches = []
     for name in list(patched)[::3]:

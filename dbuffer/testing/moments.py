@@ -29,8 +29,8 @@ CHANGING_CALLS = frozenset(
 """Names of system calls that change a store's files or locks."""
 
 MOMENTS = CHANGING_CALLS | {"setprofile", "xxh3_64_intdigest"}
-"""Names of `CHANGING_CALLS`, and of calls between system calls: hashing of a copied tensor, and
-``sys.setprofile(None)``, which ends the counting of `at_call`."""
+"""`CHANGING_CALLS`, and two calls that change no file: ``xxh3_64_intdigest``, which hashes a copied
+tensor, and ``sys.setprofile(None)``, with which a test ends the counting of `at_call`."""
 
 COPIES = MOMENTS | {"_foreach_copy_", "allgather", "copy_", "preadv"}
 """`MOMENTS`, and names of calls that copy tensors or exchange data between ranks."""
@@ -63,8 +63,8 @@ def at_call(
         number: number of the call, counted from 1.
         action: function to call.
         names: names of the functions whose calls are counted, or None for all functions.
-        repeats: whether to count repeated calls from the same place in the code for the same file.
-            If False, only the first of the calls in a loop counts, for instance.
+        repeats: whether to count each call. If False, calls for the same file from the same place
+            in the code, such as the calls in a loop, count as one call.
     """
     left = number
     places: set[Hashable] = set()

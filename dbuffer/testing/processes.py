@@ -118,11 +118,11 @@ def _run(
     environment: dict[str, str],
     seconds: dict[str, float],
 ) -> None:
-    # Take over the parent's state, which may have changed since the fork server was started.
+    # Copy the parent's state: the fork server has the state from the time when it was started.
     set_timings(seconds)
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_num_threads(1)  # then the child can fork, and uses a single processor
+    torch.set_num_threads(1)  # so that the child uses one processor, and can itself fork
     try:
         function(connection, *args)
     except SystemExit:
