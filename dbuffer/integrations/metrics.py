@@ -49,7 +49,7 @@ def register(source: Source, registry: CollectorRegistry = REGISTRY) -> Collecto
     try:
         registry.register(collector)
     except ValueError:  # the registry already has metrics with these names
-        rule = "another registry per sender or mirror, or first unregister what register() returned"
+        rule = "a registry per sender or mirror, or first unregister the collector of the other one"
         options.refuse("registry", registry, rule)
     return collector
 

@@ -148,8 +148,8 @@ class VLLMWeightBridge:
         """Return the model ``config.model_name`` to train, which each update publishes.
 
         If :meth:`attach_to_vllm_weights` was called, the model's parameters have the values and
-        dtypes of the attached tensors. Parameters on the tensors' device share their memory, and
-        others are copies. All calls return the same model.
+        dtypes of the attached tensors. Parameters on the tensors' device share the tensors' memory;
+        parameters on another device are copies. All calls return the same model.
 
         Raises:
             OptionError: (a ``ValueError``) the parameter mapping or the attached tensors do not fit

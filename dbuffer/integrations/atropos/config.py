@@ -23,7 +23,7 @@ class BridgeConfig:
 
     trainer_rank: int = 0
     world_size: int = 1
-    """Number of the trainer's processes. If above 1, each process makes a bridge and all calls."""
+    """Number of the trainer's processes. Each makes a bridge, and all make the same calls."""
     init_method: str = "env://"
     num_inference_nodes: int = 0
     """Number of nodes with an inference engine in the SLURM job. The value 0 means local mode: a
@@ -53,8 +53,8 @@ class BridgeConfig:
             checks.server_url("vllm_api_url", self.vllm_api_url)
         if self.trainer_rank >= self.world_size:
             raise OptionError(
-                f"invalid trainer_rank {self.trainer_rank}: use one below world_size, which is "
-                f"{self.world_size}"
+                f"invalid trainer_rank {self.trainer_rank}: use a rank below world_size "
+                f"({self.world_size})"
             )
 
     @property

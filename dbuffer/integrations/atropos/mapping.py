@@ -69,8 +69,8 @@ def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[st
 class ParameterMapping:
     """Names that the servers use for a trainer's tensors, and which tensors to permute.
 
-    ``content`` is the decoded JSON of the mapping file at ``path``. Permuted tensors get the rotary
-    layout with halves.
+    ``content`` is the decoded JSON of the mapping file at ``path``. :func:`permute_for_rotary`
+    explains how tensors are permuted.
     """
 
     def __init__(self, path: Path, content: Any = _CHANGES_NOTHING) -> None:
@@ -124,8 +124,8 @@ def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
     """Return the mapping file's content, or an empty mapping if the file is missing and not needed.
 
     Wait for a file that is needed. The file is needed if ``VLLM_BRIDGE_CONFIG_PATH`` names it, or
-    if ``config.directory`` is set. Exception: in local mode, no file in ``config.directory`` is
-    needed for a stock vLLM server, which never writes it.
+    if ``config.directory`` is set. Exception: in local mode, a stock vLLM server never writes the
+    file, so a file in ``config.directory`` is not needed.
     """
     path, timeout_s = mapping_path(config.directory), config.timeout_seconds
     is_named = bool(os.environ.get(PATH_VARIABLE))
@@ -172,12 +172,12 @@ def _heads_of(name: str, num_heads: int, num_kv_heads: int) -> int:
 
 
 def permute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Return a projection with its rotary pairs converted from interleaved to halves, as a new one.
+    """Return a copy of a projection, its rotary pairs converted from interleaved to halves.
 
     A rotary position embedding rotates pairs of a head's d elements. In Meta's checkpoints and
-    GPT-J, pair i has the elements 2i and 2i+1 (interleaved). In Hugging Face's and GPT-NeoX, it
-    has the elements i and i + d/2 (halves). Attention scores stay the same if the rows of both
-    projections, of queries and keys, are converted.
+    GPT-J, pair i has the elements 2i and 2i+1 (interleaved). In Hugging Face's checkpoints and
+    GPT-NeoX, pair i has the elements i and i + d/2 (halves). Attention scores stay the same if both
+    projections, of queries and of keys, are converted.
 
     Args:
         w: weight ``[n_heads * head_dim, in_features]`` or bias ``[n_heads * head_dim]`` of a query

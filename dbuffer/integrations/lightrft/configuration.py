@@ -23,7 +23,7 @@ SGLANG_NAMES = (
     .pattern(r"(?:model\.)?language_model\.(lm_head.*)", r"\1")
     .pattern(r"(?:model\.)?language_model\.(?:model\.)?(.*)", r"model.\1")
 )
-"""Map from transformers' to SGLang's names of a vision-language model's tensors."""
+"""Map from transformers' names of a vision-language model's tensors to SGLang's names."""
 
 DEFAULTS: dict[str, Any] = {"fsdp": False, "zero_stage": 2, "bf16": True, "text_only": False}
 
@@ -50,7 +50,7 @@ def dtype_of(strategy: Any) -> torch.dtype | None:
 
 
 def names_of(strategy: Any, actor: Any) -> NameMap | None:
-    """Return the map from the actor's to the engine's tensor names, or None if they are equal."""
+    """Return the map from the actor's tensor names to the engine's, or None if they are equal."""
     if engine_type_of(strategy) != "sglang" or _setting(strategy, "text_only"):
         return None
     names = (name for name, _ in _module(strategy, actor).named_parameters())

@@ -29,7 +29,7 @@ Numbers: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Exported: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 OWNERS_PER_RANK = 1 << 16
-"""Size of each rank's range of numbers. A rank must have fewer parameters and buffers."""
+"""Size of each rank's range of numbers. A rank must have fewer parameters and buffers than this."""
 
 
 Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -94,7 +94,7 @@ def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
     sizes: list[int] = []
     strides: list[int] = []
     starts = positions = positions.flatten()
-    while len(starts) > 1:  # finds one dimension of the view, the last first
+    while len(starts) > 1:  # finds one dimension of the view per turn, from the last to the first
         steps = starts.diff()
         ends = (steps != steps[0]).nonzero()
         size = int(ends[0]) + 1 if len(ends) else len(starts)
@@ -137,8 +137,8 @@ class Part:
     ) -> torch.Tensor | LazyTensor:
         """Return this rank's part as a sharded tensor that has the exported tensor's full shape.
 
-        If this rank has the whole tensor, return an ordinary tensor. ``meshes`` maps each group of
-        ranks over which tensors are cut to its device mesh.
+        If this rank has the whole tensor, return an ordinary tensor. ``meshes`` has a device mesh
+        for each group of ranks that share the parts of a tensor.
         """
         local, ranks = self.of(parameter), self.cut.ranks
         if len(ranks) == 1:

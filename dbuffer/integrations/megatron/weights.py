@@ -56,8 +56,8 @@ class MegatronWeights:
             )
         if self._refused:
             raise UnsupportedError(
-                f"mbridge computes {listed(self._refused)}, or joins several parts of a rank into "
-                "it: publish the export itself, as a weight source"
+                f"cannot publish parts of {listed(self._refused)}: mbridge computes the values, or "
+                "joins several parts of a rank; publish the export itself, as a weight source"
             )
         if not self._shapes.items() <= shapes_of(tensors).items():
             raise InvalidWeightsError(

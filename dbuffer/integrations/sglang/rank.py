@@ -6,7 +6,7 @@ follower reads.
 
 The first call of `load_from_store` also wraps functions of SGLang, to detect calls that write or
 discard weights without dbuffer. A scheduler calls its methods through a table that it fills at its
-start, so wrapping those methods later has no effect. dbuffer wraps functions that they call.
+start, so wrapping those methods later has no effect. dbuffer wraps functions that the methods call.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def watch_scheduler() -> None:
     ]
     for owner, name, around in functions:
         if not watch(owner, name, around):
-            message = "this SGLang has no %s: loads through its successor are not detected"
+            message = "this SGLang has no %s, so dbuffer cannot detect calls of its replacement"
             log_once(logger, message, name)
 
 

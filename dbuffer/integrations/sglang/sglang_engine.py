@@ -45,7 +45,7 @@ _SESSION = "draft"
 
 
 def to_tensors(request: RankRequest | None) -> list[tuple[str, torch.Tensor]]:
-    """Encode a request, or with ``request=None`` a request to do nothing, as tensors."""
+    """Encode a request as tensors. None stands for a request to do nothing."""
     command = {"request": None if request is None else request.as_json()}
     return [(json.dumps(command), torch.empty(0, dtype=torch.uint8))]
 

@@ -96,8 +96,8 @@ def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
     ]
     if lost:
         raise InvalidWeightsError(
-            "the module's state has values besides parameters and buffers, which would be lost: "
-            f"{listed(lost)}; return them from get_extra_state, or register them as buffers"
+            "the module's state has values that are neither parameters nor buffers, and would be "
+            f"lost: {listed(lost)}; return them from get_extra_state, or register them as buffers"
         )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from dbuffer.errors import WeightsMismatchError
 
 _PATIENCE_S = 10.0
-"""Maximum time that a new forward call waits for a load that waits for running calls."""
+"""Maximum wait of a new forward call while a load waits for the end of running calls."""
 _CALL_CHECK_S = 0.5
 """Interval at which a waiting load checks for forward calls that ended without their hook."""
 
@@ -128,7 +128,7 @@ class ForwardGuard:
 
 
 def _is_over(frame: FrameType) -> bool:
-    """Whether the call in ``frame`` has ended, with its hook or (on KeyboardInterrupt) without."""
+    """Whether the call in ``frame`` has ended. Its hook may not have run (KeyboardInterrupt)."""
     try:
         frame.clear()
     except RuntimeError:  # frame.clear() refuses a running frame

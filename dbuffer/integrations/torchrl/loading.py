@@ -96,7 +96,7 @@ class StagedVersion:
 def own_memory(model: Any, guard: ForwardGuard) -> None:
     """Replace a model's tensors in shared memory by copies in this process's own memory.
 
-    If multiprocessing passed the model to this process, it shares memory with the trainer's model.
+    A model that multiprocessing passed to this process shares memory with the trainer's model.
     """
     shared = _shared_tensors(model)
     with guard.loading():
@@ -109,8 +109,8 @@ def own_memory(model: Any, guard: ForwardGuard) -> None:
 def unshared(policy: Any) -> Any:
     """Return a policy to pass to new processes, so that each process has its own tensors.
 
-    Otherwise the processes would share them: multiprocessing moves the tensors of a policy into
-    shared memory when it pickles the policy.
+    Without this, the processes would share the tensors: multiprocessing moves the tensors of a
+    policy into shared memory when it pickles the policy.
     """
     if not isinstance(policy, nn.Module):
         return policy

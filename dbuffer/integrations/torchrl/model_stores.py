@@ -55,7 +55,7 @@ def last_version_below(address: str | Path, options: TransportOptions) -> int:
 
 
 class ModelPublisher:
-    """Publishes a model's weights for all workers or some workers, which are numbered from 0."""
+    """Publishes a model's weights, for all workers or for some. Workers are numbered from 0."""
 
     def __init__(
         self,

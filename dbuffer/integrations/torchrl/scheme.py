@@ -41,7 +41,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         remote_addr: a directory. The model's store is ``remote_addr/MODEL_ID``.
         local_addr: directory that workers read. Default: ``remote_addr``. If the directory is in
             shared memory, one worker on each node copies every version into it. If the workers'
-            hosts mount ``remote_addr`` under another path, pass this path.
+            hosts mount ``remote_addr`` under another path, pass that other path.
         num_threads: number of copying threads, in the trainer and in each worker.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
         sync: whether ``send`` waits until the workers have applied the weights.
@@ -248,8 +248,8 @@ class DoubleBufferSyncScheme(StoreScheme):
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
         """Return the weights if new ones were applied since the last call; otherwise, None.
 
-        Wait up to ``timeout`` seconds for new weights (default: the scheme's ``timeout_s``). They
-        are applied in the background, whether or not you call this method.
+        Wait up to ``timeout`` seconds for new weights (default: the scheme's ``timeout_s``). A
+        background thread applies new weights whether or not you call this method.
         """
         receiver = self._require("receiver")
         if not self.synchronized_on_receiver:

@@ -196,7 +196,8 @@ class VLLMDoubleBufferTransport:
 
         Raises:
             WeightsMismatchError: the version does not fit ``weights``, which was not changed.
-            SnapshotEvictedError: the sender overwrote the version meanwhile. Discard the copy.
+            SnapshotEvictedError: the sender overwrote the version during the copy. Discard the
+                copy.
             WaitTimeoutError: the mirror did not copy the version in time.
         """
         if self._receiver is None:
@@ -240,7 +241,7 @@ class VLLMDoubleBufferWeightSender:
         self._collectors: list[Any] = []
 
     def register_model(self, model: Any) -> None:
-        """Set the default model of `update_weights`. The sender only has a weak reference to it."""
+        """Set the default model of `update_weights`. The sender keeps only a weak reference."""
         self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:

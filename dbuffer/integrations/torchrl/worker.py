@@ -61,7 +61,9 @@ class WorkerReceiver:
         self._threads: list[threading.Thread] = []
 
         self._seen: dict[WeightReceiver, int] = {}
-        """Newest version that was loaded or skipped, of each store: first that for all workers."""
+        """Newest version that was loaded or skipped, by the receiver of its store.
+
+        The first receiver reads the store for all workers."""
         self._opened = contextlib.ExitStack()
         for only in (None, worker):
             remote = store_of(remote_addr, model_id, only)

@@ -181,8 +181,8 @@ ALTERATIONS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
 def test_an_export_that_is_not_made_of_parts_is_refused(world, tmp_path, shm_path):
     model_of("llama").save_pretrained(tmp_path)
     expected = [
-        f"mbridge computes {name}, or joins several parts of a rank into it: publish the export "
-        "itself, as a weight source"
+        f"cannot publish parts of {name}: mbridge computes the values, or joins several parts of a "
+        "rank; publish the export itself, as a weight source"
         for name, _ in ALTERATIONS
         for _ in range(2)
     ]
