@@ -1,7 +1,8 @@
 """A version's way through a bucket over slow, lossy, long and shared links.
 
-A bucket's server is at one end of an emulated link (`benchmarks.link`), and both mirrors are at the
-other, one after the other. Plain puts and gets of the same bytes show how fast TCP is on the link.
+A bucket's server is at one end of an emulated link (`benchmarks.emulated_link`), and both mirrors
+are at the other, one after the other. Plain puts and gets of the same bytes show how fast TCP is on
+the link.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ import torch
 
 import dbuffer
 from benchmarks import report
-from benchmarks.link import CLIENT, CONGESTION_CONTROL, SERVER, Link, Relay, Shape, join_link
+from benchmarks.emulated_link import (
+    CLIENT,
+    CONGESTION_CONTROL,
+    SERVER,
+    Link,
+    Relay,
+    Shape,
+    join_link,
+)
 from benchmarks.measure import median, timed
 from benchmarks.processes import child, scratch_folder
 from benchmarks.targets import Check, at_most
