@@ -39,7 +39,7 @@ from benchmarks.emulated_link import (
 from benchmarks.measure import median, timed
 from benchmarks.processes import child, scratch_folder
 from benchmarks.targets import Check, at_most
-from dbuffer.mirror.bucket import NUM_REQUESTS, PART_BYTES, RANGE_BYTES
+from dbuffer.mirror.bucket import NUM_REQUESTS, PART_BYTES, RANGE_BYTES, part_bytes, range_starts
 from tests.support.object_server import BUCKET, ObjectServer, environment
 
 _URL = f"s3://{BUCKET}/links"
@@ -161,8 +161,9 @@ def _tables(copies: list[_Copy]) -> str:
         cells += [f"{copy.of_limit:.2f}", of_plain]
     header = ("", "up, of link", "of plain", "down, of link", "of plain")
     return (
-        f"\nputs of {PART_BYTES >> 20} MiB, gets of {RANGE_BYTES >> 20} MiB, {NUM_REQUESTS} "
-        f"requests at a time; round trips of 40 ms unless named; TCP with {CONGESTION_CONTROL}\n\n"
+        f"\nputs of at most {PART_BYTES >> 20} MiB, gets of at most {RANGE_BYTES >> 20} MiB, "
+        f"{NUM_REQUESTS} requests at a time; round trips of 40 ms unless named; TCP with "
+        f"{CONGESTION_CONTROL}\n\n"
         f"{report.table(_HEADER, [copy.row() for copy in copies])}\n\n"
         f"{report.table(header, [(name, *cells) for name, cells in of_cases.items()])}"
     )
@@ -264,14 +265,14 @@ def _plain(stack: ExitStack, folder: Path, num_bytes: int) -> tuple[float, float
     client_options: Any = {"allow_http": True, "timeout": timedelta(seconds=_LIMIT_S)}
     bucket = obstore.store.from_url(f"s3://{BUCKET}/plain", client_options=client_options)
     put = partial(obstore.put, bucket, "plain", bytes(num_bytes))
-    starts = range(0, num_bytes, RANGE_BYTES)
+    starts = range_starts(num_bytes)
 
     def get(start: int) -> None:
-        obstore.get_range(bucket, "plain", start=start, length=min(RANGE_BYTES, num_bytes - start))
+        obstore.get_range(bucket, "plain", start=start, length=min(starts.step, num_bytes - start))
 
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         return (
-            timed(lambda: put(chunk_size=PART_BYTES, max_concurrency=NUM_REQUESTS)),
+            timed(lambda: put(chunk_size=part_bytes(num_bytes), max_concurrency=NUM_REQUESTS)),
             timed(lambda: list(pool.map(get, starts))),
         )
 

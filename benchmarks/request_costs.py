@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dbuffer.mirror.bucket import RANGE_BYTES, num_puts
+from dbuffer.mirror.bucket import num_puts, range_starts
 
 Requests = Mapping[str, float]
 """Number of requests by kind."""
@@ -36,7 +36,7 @@ class Ends:
     def of_size(self, num_bytes: float) -> Ends:
         """Return the requests if there are more bytes, and so more parts and ranges."""
         puts = num_puts(int(num_bytes)) - num_puts(self.num_bytes)
-        gets = math.ceil(num_bytes / RANGE_BYTES) - math.ceil(self.num_bytes / RANGE_BYTES)
+        gets = len(range_starts(int(num_bytes))) - len(range_starts(self.num_bytes))
         return Ends(_with(self.trainer, put=puts), _with(self.reader, get=gets))
 
     def dollars(self, num_readers: int) -> float:

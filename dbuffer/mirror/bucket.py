@@ -47,10 +47,11 @@ NUM_REQUESTS = 8
 """Maximum number of parallel requests. A single request does not use all of the bandwidth."""
 
 RANGE_BYTES = 32 << 20
-"""Bytes of a file that one request gets. Small enough for many requests in parallel, and large
-enough that the overhead of each request is small."""
+"""Largest range of a file that one request downloads. The overhead of each request is then small.
+"""
 PART_BYTES = 16 << 20
-"""Minimum size of each part of an upload, except for a file's last part."""
+"""Largest part of a file that one request uploads, unless a file would have too many parts."""
+_MIN_PART_BYTES = 5 << 20  # on S3, except for a file's last part
 _MAX_PARTS = 10_000  # of an object on S3
 _PIECE_BYTES = 1 << 18
 
@@ -188,7 +189,7 @@ class Bucket(Closing):
         put = functools.partial(
             self._obstore.put,
             *(self._uploads, name, data),
-            chunk_size=_part_bytes(len(data)),
+            chunk_size=part_bytes(len(data)),
             max_concurrency=self._parallelism.limit,
         )
         with self._parallelism.request():
@@ -203,11 +204,12 @@ class Bucket(Closing):
         Raises:
             StoreCorruptError: the file has another size than was published.
         """
+        starts = range_starts(file.num_bytes)
 
         def get_range(start: int) -> None:
-            self._download_range(file, start, min(start + RANGE_BYTES, file.num_bytes), place)
+            self._download_range(file, start, min(start + starts.step, file.num_bytes), place)
 
-        self.in_parallel(get_range, range(0, file.num_bytes, RANGE_BYTES))
+        self.in_parallel(get_range, starts)
 
     def _download_range(
         self, file: FileObject, start: int, end: int, place: Callable[[int, memoryview], None]
@@ -374,12 +376,26 @@ class Bucket(Closing):
 
 def num_puts(num_bytes: int) -> int:
     """Return the number of put requests that an upload of ``num_bytes`` needs."""
-    num_parts = -(-num_bytes // _part_bytes(num_bytes))
+    num_parts = -(-num_bytes // part_bytes(num_bytes))
     return 1 if num_parts == 1 else num_parts + 2  # plus a first and a last request
 
 
-def _part_bytes(num_bytes: int) -> int:
-    return max(PART_BYTES, -(-num_bytes // _MAX_PARTS))
+def part_bytes(num_bytes: int) -> int:
+    """Return the size of the parts in which a file is uploaded."""
+    return max(min(PART_BYTES, _share(num_bytes)), -(-num_bytes // _MAX_PARTS))
+
+
+def range_starts(num_bytes: int) -> range:
+    """Return the offsets of the ranges in which a file is downloaded."""
+    return range(0, num_bytes, min(RANGE_BYTES, _share(num_bytes)))
+
+
+def _share(num_bytes: int) -> int:
+    """Return the bytes of a file that each request moves if all parallel requests share the file.
+
+    A request that moves less would not be worth its overhead.
+    """
+    return max(_MIN_PART_BYTES, -(-num_bytes // NUM_REQUESTS))
 
 
 def _tag_of(described: Mapping[str, Any]) -> Tag:

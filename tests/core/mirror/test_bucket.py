@@ -937,6 +937,8 @@ def test_the_page_has_the_figures_of_the_code():
         "a list each second",
         f"one put per {buckets.PART_BYTES >> 20} MiB",
         f"one get per {PAGE_RANGE_BYTES >> 20} MiB",
+        f"less than {NUM_REQUESTS * buckets.PART_BYTES >> 20} MiB (puts)",
+        f"or {NUM_REQUESTS * PAGE_RANGE_BYTES >> 20} MiB (gets)",
         f"moves for {buckets.REQUEST_S:g} s in a download, or for {buckets.TRANSFER_S:g} s in",
         f"after an outage of up to {buckets.UPLOAD_RETRIES_S / 60:g} minutes, and the whole file",
         f"counts as dead {timing.bucket_presumed_dead_after_s:g} s after its mirror's last put",

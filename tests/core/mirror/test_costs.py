@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ import pytest
 
 import dbuffer
 from benchmarks.request_costs import Ends
-from dbuffer.mirror.bucket import num_puts
+from dbuffer.mirror.bucket import NUM_REQUESTS, Bucket, num_puts, part_bytes, range_starts
 from dbuffer.runtime.timing import TIMING
 from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support import ROOT
@@ -62,6 +63,37 @@ def test_prices_of_idle_mirrors():
         assert float(delay_s) == float(interval_s) / 2
         assert gets == f"{polls:,.0f}"
         assert math.isclose(float(dollars), ends.dollars(NUM_NODES), abs_tol=0.01)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "num_parts", "num_ranges"),
+    [(1, 1, 1), (5, 1, 1), (6, 2, 2), (40, 8, 8), (100, 8, 8), (256, 16, 8), (1024, 64, 32)],
+)
+def test_requests_of_a_file(mebibytes, num_parts, num_ranges):
+    """As many as a mirror has at a time, unless each would move less than S3's smallest part."""
+    num_bytes = mebibytes * MIB
+    assert num_puts(num_bytes) == (num_parts + 2 if num_parts > 1 else 1)
+    assert len(range_starts(num_bytes)) == num_ranges
+    assert part_bytes(num_bytes) >= 5 * MIB
+    is_shared = 40 <= mebibytes <= 128
+    assert (num_parts == NUM_REQUESTS) == is_shared
+
+
+def test_a_file_moves_in_requests_of_its_size(proxy, bucket_url):
+    """S3's smallest part is what the server takes, and the least that a request moves."""
+    data, copy = random.Random(1).randbytes(12 * MIB), bytearray(12 * MIB)
+
+    def place(offset: int, piece: memoryview) -> None:
+        copy[offset : offset + len(piece)] = piece
+
+    with Bucket(bucket_url) as bucket:
+        bucket.download(bucket.upload("one", memoryview(data)), place)
+        assert copy == data
+        assert bucket.requests == {"put": 3 + 2, "get": 3}
+        assert len(proxy.requests) == 3 + 2 + 3
 
 
 def test_puts_of_an_upload_that_begins_again():
