@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -23,7 +24,7 @@ from dbuffer.mirror.records import BucketRecords
 from dbuffer.receive.follow_loop import Followed
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import require_successor
+from dbuffer.store.buffer import DoubleBuffer, require_successor
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.open_version import OpenVersion
 from dbuffer.store.records import OwnRecord
@@ -63,53 +64,52 @@ def newest_version(bucket: Bucket) -> BucketVersion | None:
 
 
 class OpenBucketVersion(OpenVersion):
-    """Version in a bucket. Each file of the version is downloaded at the first read of the file.
-
-    ``deltas`` has the downloaded deltas, keyed by the version that a delta leads to. The end of a
-    ``with`` block removes the deltas that the next version does not need.
+    """Version in a bucket. Each of its deltas is downloaded once, at the first read.
 
     Every method can raise:
         StoreNotFoundError: a file is missing.
         StoreCorruptError: a file has another size than was published.
     """
 
-    def __init__(
-        self, bucket: Bucket, version: BucketVersion, deltas: dict[VersionId, Descriptor]
-    ) -> None:
+    def __init__(self, bucket: Bucket, version: BucketVersion) -> None:
         self._bucket = bucket
         self._record = version
         self.manifest = version.manifest
-        self._deltas = deltas
-        self._used: set[VersionId] = set()
+        self.copies: DoubleBuffer | None = None
+        """Store that may have copies of the version's deltas, which then need no download."""
+        self._deltas: dict[VersionId, Descriptor] = {}
+        """Memory files of the downloaded deltas."""
 
     @property
     def name(self) -> str:
         return self._bucket.name_of(self._record.weights_file.name)
 
-    def __exit__(self, *exception: object) -> None:
-        if exception[0] is not None:
-            self._used.clear()  # a delta may have been damaged on its way: download it again
-        self.close()
-
     def close(self) -> None:
-        # Keep only the deltas that this copy has used. The next copy goes into the target's other
-        # buffer, which holds an earlier version, so the next copy needs the same deltas again.
-        for version in self._deltas.keys() - self._used:
-            self._deltas.pop(version).close()
+        while self._deltas:
+            self._deltas.popitem()[1].close()
 
     def is_unchanged(self) -> bool:
         return True  # an object's name is never reused for other content
 
-    def open_delta(self, version: VersionId) -> tuple[str, Descriptor]:
+    def open_delta(self, version: VersionId) -> tuple[Path | str, Descriptor]:
+        if self.copies is not None:
+            with contextlib.suppress(StoreNotFoundError):
+                return self.copies.open_delta(version)
         name = f"{self.name}, delta to {version}"
         with filesystem.os_errors("keep a delta in memory", name):
             if version not in self._deltas:
-                self._deltas[version] = self._fetch_delta(version)
-            self._used.add(version)
-            # Return a second descriptor of the delta's memory file: the caller closes it, but the
-            # first descriptor must stay open for later copies.
+                self._deltas[version] = self._download(version)
+            # Return a second descriptor, which the caller closes.
             path = f"/proc/self/fd/{self._deltas[version].number}"
             return name, Descriptor.open(path, os.O_RDONLY)
+
+    def _download(self, version: VersionId) -> Descriptor:
+        memory = filesystem.make_memory_file(str(version))
+        self._bucket.download(
+            self._record.deltas[version],
+            lambda offset, data: filesystem.write_at(memory.number, offset, data),
+        )
+        return memory
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         name = self._record.weights_file.name
@@ -130,18 +130,9 @@ class OpenBucketVersion(OpenVersion):
             place[:] = np.frombuffer(data, np.uint8)[: len(place)]  # without the footer
 
         self._bucket.download(self._record.weights_file, put)
+        self.copies = None  # they may be damaged
         chain = ChainReader(self, memory.layout)
-        checksums = chain.read(memory, copier, since=manifest.file_version, hashed=hashed)
-        self._used.clear()  # the target has no version to apply these deltas to
-        return checksums
-
-    def _fetch_delta(self, version: VersionId) -> Descriptor:
-        memory = filesystem.make_memory_file(str(version))
-        self._bucket.download(
-            self._record.deltas[version],
-            lambda offset, data: filesystem.write_at(memory.number, offset, data),
-        )
-        return memory
+        return chain.read(memory, copier, since=manifest.file_version, hashed=hashed)
 
 
 class BucketSource(Followed):
@@ -154,7 +145,6 @@ class BucketSource(Followed):
         self._bucket = bucket
         self.poll_interval_s = poll_interval_s
         self._copier = copier
-        self._deltas: dict[VersionId, Descriptor] = {}
         self._current = CurrentRecord(bucket)
         self._seen: BucketVersion | None = None
         self._is_woken = threading.Event()
@@ -196,7 +186,7 @@ class BucketSource(Followed):
         if version is None or (newer_than is not None and version.id.number <= newer_than):
             yield None
             return
-        with OpenBucketVersion(self._bucket, version, self._deltas) as opened:
+        with OpenBucketVersion(self._bucket, version) as opened:
             yield opened
 
     def follow_fork(self) -> None:
@@ -207,8 +197,6 @@ class BucketSource(Followed):
         self._is_woken.set()
 
     def close(self) -> None:
-        while self._deltas:
-            self._deltas.popitem()[1].close()
         self.record.set(has_ended=True)
         self._seen = None
 

@@ -167,8 +167,6 @@ class StoreTarget:
         self._mappings = KeptMappings()
         self._layout: Layout | None = None
         """Layout in the source of the version that was copied last."""
-        self._chain: dict[VersionId, int] = {}
-        """Delta size of each version in the chain of deltas to the version that was copied last."""
 
     @property
     def is_elected(self) -> bool:
@@ -255,7 +253,6 @@ class StoreTarget:
 
     def close(self) -> None:
         self._mappings.clear()
-        self._chain = {}
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -269,6 +266,8 @@ class StoreTarget:
         if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
             with opened.noticing_loss():
                 self._layout = opened.read_layout()
+        if not isinstance(opened, OpenStoreVersion):
+            opened.copies = self._store
         remote, layout = self._layout, self._layout.joined
         hashed = manifest.checksums_xxh3 is not None
         self._mappings.keep_only(layout if writer.rewrites_files else None)
@@ -286,18 +285,11 @@ class StoreTarget:
                 checksums = self._fill(draft, opened, receiver, remote)
                 receiver.reader.verify(opened, layout, checksums)
             opened.require_unchanged()
-            chain = self._copy_deltas(opened, draft)
-            before, self._chain = self._chain, {}
+            chain, delta_bytes = self._copy_deltas(opened, draft)
             draft.commit(
-                manifest.metadata,
-                checksums,
-                published_at=manifest.published_at,
-                chain=chain_of(chain),
+                manifest.metadata, checksums, published_at=manifest.published_at, chain=chain
             )
-            copied = [chain[version] for version in chain_of(chain)[1:] if version not in before]
-            self._chain = chain
-        delta_bytes = sum(copied) if copied else None
-        return Publication.of(manifest.id, layout, started, delta_bytes)
+        return Publication.of(manifest.id, layout, started, delta_bytes or None)
 
     def _fill(
         self, draft: Draft, opened: OpenUpstream, receiver: UpstreamReceiver, remote: Layout
@@ -349,15 +341,32 @@ class StoreTarget:
                 return newest.manifest.id
         return None
 
-    def _copy_deltas(self, opened: OpenUpstream, draft: Draft) -> dict[VersionId, int]:
+    def _copy_deltas(self, opened: OpenUpstream, draft: Draft) -> tuple[list[VersionId], int]:
+        """Copy the deltas that lead from the target's newest version to the open version.
+
+        Return the versions of the copy's chain, and the size of the copied deltas.
+        """
+
         def copy(version: VersionId, path: Path | str, file: Descriptor) -> int:
             return draft.writer.add_delta(draft.claim, version, chunks_of(file, path))
 
-        last = next(reversed(self._chain), None)
-        copied = copy_deltas(last, opened, draft.layout, self.name, copy)
-        if not copied:
-            return {opened.manifest.id: 0}
-        return trimmed({**self._chain, **copied}, draft.layout.num_bytes, None)
+        before = self._delta_sizes()
+        copied = copy_deltas(next(reversed(before), None), opened, draft.layout, self.name, copy)
+        chain = chain_of(trimmed(before | copied, draft.layout.num_bytes, None)) if copied else []
+        return chain, sum(copied.get(version, 0) for version in chain[1:])
+
+    def _delta_sizes(self) -> dict[VersionId, int]:
+        """Return the delta size of each version in the chain to the target's newest version."""
+        pointer = self.newest()
+        manifest = None if pointer is None else self._store.undamaged_manifest(pointer.buffer)
+        if manifest is None:
+            return {}
+        first, *later = manifest.chain or [manifest.id]
+        try:
+            sizes = [self._store.delta_path(version).stat().st_size for version in later]
+        except OSError:
+            return {}  # a delta is missing: begin another chain
+        return {first: 0} | dict(zip(later, sizes, strict=True))
 
     def _has_forked(self) -> bool:
         pointer, newest = self.newest(), self._source.newest()

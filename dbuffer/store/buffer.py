@@ -33,7 +33,7 @@ from dbuffer.runtime.lazy import cached_property
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
-from dbuffer.store.filesystem import os_errors
+from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium, medium_of
 
@@ -162,6 +162,12 @@ class DoubleBuffer:
 
     def delta_path(self, version: VersionId) -> Path:
         return self.root / places.DELTAS_DIRECTORY / f"{version}.delta"
+
+    def open_delta(self, version: VersionId) -> tuple[Path, Descriptor]:
+        path = self.delta_path(version)
+        with os_errors("read", path):
+            filesystem.refresh(path.parent)
+            return path, filesystem.open_regular(path, os.O_RDONLY, owner_only=self.owner_only)
 
     def record_path(self, receiver_id: str, token: str) -> Path:
         return self.root / places.RECEIVERS_DIRECTORY / f"{receiver_id}.{token}.json"

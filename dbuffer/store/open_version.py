@@ -137,11 +137,7 @@ class OpenStoreVersion(OpenVersion):
         self._raise_for_loss(error)
 
     def open_delta(self, version: VersionId) -> tuple[Path, Descriptor]:
-        path = self.store.delta_path(version)
-        with os_errors("read", path):
-            filesystem.refresh(path.parent)
-            file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.store.owner_only)
-        return path, file
+        return self.store.open_delta(version)
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         with os_errors("read", self.path):

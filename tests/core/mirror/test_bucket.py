@@ -242,6 +242,25 @@ def test_a_reader_that_cannot_read_deltas_gets_an_anchor(remote, local, bucket):
     assert newest_version(bucket).manifest.file_version.number == 3
 
 
+def test_a_late_reader_gets_each_delta_once(remote, local, shm_path, proxy, bucket_url):
+    """It applies, verifies and copies a delta, and applies it to its other buffer later."""
+    with Way(remote, bucket_url, local, delta=True) as way:
+        for version in range(1, 5):
+            way.carry(version, LONG)
+        way.down.close()
+        before, way.local = len(proxy.requests), shm_path / "late"
+        with mirror(bucket_url, way.local) as way.down:
+            for version in range(5, 9):
+                way.carry(version, LONG)
+    gets = Counter(
+        each.path
+        for each in proxy.requests[before:]
+        if each.method == "GET" and each.path.endswith(".delta")
+    )
+    assert len(gets) == 7
+    assert max(gets.values()) == 1
+
+
 # Writers
 
 
