@@ -29,6 +29,10 @@ def is_long(delta_bytes: Sequence[int], version_bytes: int) -> bool:
     return num_deltas <= 0 or num_bytes < 0
 
 
+def is_within_limits(delta_bytes: Sequence[int], version_bytes: int) -> bool:
+    return min(until_anchor(len(delta_bytes), sum(delta_bytes), version_bytes)) >= 0
+
+
 def trimmed(
     delta_bytes: dict[VersionId, int], version_bytes: int, anchor: VersionId | None
 ) -> dict[VersionId, int]:
@@ -41,8 +45,7 @@ def trimmed(
     """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:
-        deltas = [delta_bytes[version] for version in versions[1:]]
-        if min(until_anchor(len(deltas), sum(deltas), version_bytes)) >= 0:
+        if is_within_limits([delta_bytes[version] for version in versions[1:]], version_bytes):
             break
         versions = versions[1:]
     return {version: delta_bytes[version] for version in versions}

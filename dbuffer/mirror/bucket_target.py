@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dbuffer.errors import OptionError, StoreAccessError, StoreCorruptError, WriterSupersededError
-from dbuffer.format.chain import chain_of, is_long, trimmed
+from dbuffer.format.chain import chain_of, is_within_limits, trimmed
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest
@@ -77,7 +77,6 @@ class BucketTarget:
     def __init__(self, bucket: Bucket, source: Upstream, copier: Copier) -> None:
         assert isinstance(source, StoreSource)  # noqa: S101 - two buckets are refused
         self.name = bucket.url
-        self.is_elected = False
         self.receivers = ReceiversOfBucket(bucket)
         self._bucket = bucket
         self._source = source
@@ -89,11 +88,9 @@ class BucketTarget:
         """Newest version in the bucket, or None if any of its files may be missing."""
 
     def elect(self) -> bool:
-        self.is_elected = True
-        return True
+        return True  # the mirror that was started last is the writer
 
-    def resign(self) -> None:
-        self.is_elected = False
+    def resign(self) -> None: ...
 
     def is_removed(self) -> bool:
         return False  # `check` finds missing objects
@@ -246,7 +243,7 @@ class BucketTarget:
         if any(record.unreadable in since for record in self.receivers.last_read()):
             return True
         sizes = [files[version].num_bytes for version in since]
-        return is_long([*sizes, *map(len, deltas.values())], layout.num_bytes)
+        return not is_within_limits([*sizes, *map(len, deltas.values())], layout.num_bytes)
 
     def _read_weights(
         self, opened: OpenStoreVersion, receiver: UpstreamReceiver, layout: Layout

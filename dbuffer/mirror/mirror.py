@@ -156,7 +156,7 @@ class Mirror(Closing, ProcessBound):
     @property
     def is_elected(self) -> bool:
         """Whether this mirror is elected: it copies versions, and other mirrors stand by."""
-        return self._target.is_elected
+        return self._receiver is not None
 
     @property
     def version(self) -> int | None:
@@ -269,21 +269,19 @@ class Mirror(Closing, ProcessBound):
                 with retry.attempt():
                     self._elect()
                     retry.succeeded(f"mirroring {name}")
-                self._problem, wait_s = retry.error, TIMING.retry_min_s
+                self._problem = retry.error
                 if self._receiver is not None:
                     self._follow(self._receiver)
                     continue
                 if retry.error is not None:
-                    wait_s = min(retry.retry_s, 2 * TIMING.retry_min_s)
                     self._record.count(failures=1)
                     self._record.write_problem(retry.error, None)
-                self._stop.wait(wait_s)
+                self._stop.wait(TIMING.retry_min_s)
         finally:
             self._close_ends()
 
     def _elect(self) -> None:
-        # The mirror is already elected if the last attempt failed after the election.
-        if self._target.is_elected or self._target.elect():
+        if self._target.elect():
             self._receiver = self._source.open_receiver(mirror_id(self._target.name))
             self._record = self._receiver.record
             self._record.count(**NO_STATS)
@@ -315,7 +313,6 @@ class Mirror(Closing, ProcessBound):
             elif self._target.is_removed():
                 logger.warning("%s was removed: making it again", self._target.name)
                 self._close_ends()
-                self._target.resign()
                 self._published = None
                 return
 
@@ -367,23 +364,20 @@ class Mirror(Closing, ProcessBound):
         # Close the mirror's receiver before the relay: then the last records that the relay writes
         # show that this receiver has ended.
         receiver, self._receiver = self._receiver, None
-        try:
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._target.resign)
+            ends.callback(self._close_target)
             if receiver is not None:
                 receiver.close()
-        finally:
-            self._close_target()
 
     def _close_target(self) -> None:
         relay, self._relay = self._relay, None
-        try:
+        with contextlib.closing(self._target):
             if relay is not None:
                 relay.close()
-        finally:
-            self._target.close()
 
     def _end(self) -> None:
         self._copier.close()
-        self._target.resign()
         if self._bucket is not None:
             self._bucket.close()
 

@@ -168,10 +168,6 @@ class StoreTarget:
         self._layout: Layout | None = None
         """Layout in the source of the version that was copied last."""
 
-    @property
-    def is_elected(self) -> bool:
-        return self._lock is not None
-
     def newest(self) -> Pointer | None:
         """Return the target's version pointer, or None if the pointer is missing or damaged."""
         with contextlib.suppress(StoreCorruptError):
@@ -179,12 +175,14 @@ class StoreTarget:
         return None
 
     def elect(self) -> bool:
-        """Try to become the target's elected mirror. Return False if another mirror is elected.
+        """Try to be the target's elected mirror. Return False if another mirror is elected.
 
         Raises:
             OptionError: a sender publishes in the target, or the target is the source.
             WaitTimeoutError: the target has versions, but the source has no version.
         """
+        if self._lock is not None:
+            return True
         root = self._store.root
         if self._store.exists():
             self._require_other_role()
