@@ -126,8 +126,8 @@ class FollowLoop(RetryLoop):
         self._used: int | None = None
         self._is_exact = False
         self.has_forked = False
-        """Whether the last attempt found that the store has forked. The receiver follows the
-        fork."""
+        """Whether the last attempt found that the store has forked. If so, the receiver has
+        followed the fork."""
         self.failed_version: int | None = None
         """Version that the last failed attempt could not use, or None if the store was
         unreadable."""

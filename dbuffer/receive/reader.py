@@ -146,8 +146,9 @@ class VersionReader(VersionVerifier):
         self._verify = verify
         self._mappings = KeptMappings()
         self.keeps_snapshots = False
-        """Whether mappings of snapshots are kept for later versions. If True, tensors must not
-        outlive their snapshot. Mapping a file takes half as long as copying it."""
+        """Whether a snapshot's mapping of its file is kept for later versions in the same file,
+        because mapping a file takes half as long as copying it. If True, tensors must not outlive
+        their snapshot."""
         self._in_memory: tuple[Manifest, FileTensors] | None = None
         """Version that was read over a network, kept to apply the next version's deltas to."""
         self._patience = Patience()
@@ -258,8 +259,8 @@ def map_file(opened: OpenStoreVersion, access: int = mmap.ACCESS_COPY) -> Mapped
     layout = opened.read_layout()
     if layout.is_in_parts or opened.manifest.anchor is not None:
         raise StoreAccessError(
-            f"{opened.path} was written in parts, or with deltas, over a network, and looks like a "
-            "local file here: set DBUFFER_MOUNT=network to read it as it was written"
+            f"{opened.path} was written in parts or with deltas, as on a network mount, but counts "
+            "as a local file here: set DBUFFER_MOUNT=network in this process's environment"
         )
     return MappedTensors(opened.file.number, opened.manifest.file_bytes, layout, access=access)
 
@@ -292,8 +293,8 @@ def wrong_tensors(
 ) -> list[str]:
     """Return the names of the tensors whose checksums differ from the published ones.
 
-    ``verified`` can have an earlier version's verified checksums, so that only later deltas must be
-    read. If no tensor is wrong, this version's checksums replace them.
+    ``verified`` can have the verified checksums of an earlier version: then only the deltas since
+    that version are read. If no tensor is wrong, this version's checksums replace them.
     """
     manifest = opened.manifest
     if manifest.checksums_xxh3 is None:

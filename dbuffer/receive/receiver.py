@@ -82,8 +82,8 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         receiver_id: name for acknowledgements: up to 128 letters, digits and ``._-``. A sender that
             waits for a name waits for all living receivers with that name. Default: host, process
             id and a random part.
-        poll_interval_s: how often a wait reads the version pointer if the filesystem reports no
-            events.
+        poll_interval_s: longest time between two reads of the version pointer during a wait. If the
+            filesystem reports events, a wait reads the pointer at once after a publish.
         verify: check every tensor against its checksum. ``"auto"``: on network mounts only. True
             refuses versions that were published without checksums.
         num_threads: threads that copy. Default: this process's cores, at most 8.
@@ -122,12 +122,12 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         self.reader = VersionReader(self._store, self.record, self._copier, verify)
         self._pointer: Pointer | None = None
         self.left: Lineage | None = None
-        """Version that this receiver had seen before it last followed a fork: a newest version that
-        does not descend from the version seen. None before the first fork."""
+        """Newest version that this receiver had seen before it last followed a fork, or None if it
+        has followed none."""
         self._read_last: tuple[VersionId, dict[str, Any]] | None = None
         self._loaded: int | None = None
         self.notes_wait = True
-        """Whether to log that there is no version yet, at the first look."""
+        """Whether to log that there is no version yet, the next time that none is found."""
         self._matcher = Matcher()
         self._loaded_names: dict[str, int] = {}
         """Names of all tensors loaded so far, and the first version that contained each name."""
@@ -264,8 +264,9 @@ class WeightReceiver(Followed, Closing, ProcessBound):
     ) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
 
-        If a sender overwrites a version during the load, the newest version is loaded instead. If
-        that load fails, the target can hold parts of both versions. A note on the error says so.
+        If a sender overwrites the version that is being loaded, the newest version is loaded
+        instead. If this second load fails, the target can hold parts of both versions; then a note
+        on the error says so.
 
         Args:
             target: a module or a dictionary of tensors, filled in place; or a function such as
@@ -278,11 +279,12 @@ class WeightReceiver(Followed, Closing, ProcessBound):
             draft: load the version's draft, instead of the model that it drafts for.
 
         Returns:
-            Number of the loaded version, or None if there is no newer version, or none at all.
+            Number of the loaded version, or None if the store has no version, or no newer one.
 
         Raises:
             WeightsMismatchError: names, shapes or dtypes differ; or the version is an adapter, has
-                no draft, or lacks a tensor of an earlier version. The target is unchanged.
+                no draft, or lacks a tensor of an earlier version. The target is unchanged, unless a
+                note on the error says otherwise.
             VersionRegressedError: the newest version does not follow the last one seen.
             StoreCorruptError: the store is damaged.
         """

@@ -59,10 +59,13 @@ class Prepared(Protocol):
         """Free the memory on the engine's device that loading this part does not need."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        """Return the same part for ``tensors``: copies of the tensors that this part reads."""
+        """Return this part as made from ``tensors``, which are copies of the tensors it reads."""
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
-        """Return the bytes to stage on the device (at most ``device_bytes``) and in main memory."""
+        """Return how many bytes to stage on the device, and how many in main memory.
+
+        The device has room for ``device_bytes``.
+        """
 
     def copied_into(
         self,
@@ -183,7 +186,7 @@ class StagingMemory:
             self.free()  # first, so that memory for two versions is never allocated at once
             memory = new_memory(num_bytes)
             if self.is_pinned and num_bytes > PageLock.max_bytes:
-                message = "switches take longer: %d bytes of a version are too many to page-lock"
+                message = "a version of %d bytes is too large to page-lock: switches take longer"
                 log_once(logger, message, num_bytes)
             elif self.is_pinned and num_bytes:
                 # Don't use torch's pinned memory: its size is rounded up to a power of two.
@@ -204,8 +207,8 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.may_use = False
-        """Whether the engine is awake and has allocated its memory, so that the rest may be
-        used."""
+        """Whether the engine is awake and has allocated its memory, so that versions may use the
+        device's remaining memory."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def room(self) -> int:
@@ -226,7 +229,8 @@ class DeviceMemory:
             try:
                 self._bytes = new_memory(num_bytes, self.device)
             except errors.StoreAccessError as error:
-                log_once(logger, "a version is staged in main memory alone: %s", first_line(error))
+                message = "no room on the device: staging in main memory, switches take longer: %s"
+                log_once(logger, message, first_line(error))
         return self._bytes
 
     def leave(self) -> None:
@@ -256,8 +260,8 @@ class Stager(ProcessBound):
         device: an engine's device. As much of a version as fits is copied into its memory.
         copy: whether to copy a mapped version into the stager's memory. ``"auto"``: copy if
             ``pin_memory`` or ``device`` is set. But a version whose tensors are staged with a
-            result of ``prepare`` stays mapped: later, only the result is staged, so memory for the
-            tensors would be wasted.
+            result of ``prepare`` stays mapped: later versions stage only the result, so memory for
+            the tensors would be wasted.
         pin_memory: page-lock the stager's memory, for faster copies to a device.
         version: stage only this version until it has been applied. Default: stage each newest
             version.
@@ -302,9 +306,10 @@ class Stager(ProcessBound):
         self._memory = StagingMemory(pinned=pin_memory)
         self._device_memory = None if device is None else DeviceMemory(device)
         self._sizes = (0, 0)
-        """Bytes of the last staged version on the device, and in main memory, if it was copied."""
+        """Numbers of the last staged version's bytes that were copied to the device, and into main
+        memory."""
         self._memories = threading.Lock()
-        """Lock held while the thread stages a version, and while it compares weights with one."""
+        """Lock held while the thread stages a version, or compares the engine's weights with it."""
         self._version = version
         self._selection = selection
         self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
@@ -341,7 +346,10 @@ class Stager(ProcessBound):
         return self._receiver.newest_taken(self._selection.takes)
 
     def reserve(self, at_least: int | VersionId) -> bool:
-        """Keep ``at_least`` or a later version ready for 10 s; return whether one is ready now."""
+        """For 10 s, do not replace a ready version that is ``at_least`` or later.
+
+        Return whether such a version is ready now.
+        """
         with self._condition:
             self._require_open()
             request = self._request_for(None, at_least, needs_tensors=False)
@@ -558,7 +566,8 @@ class Stager(ProcessBound):
             else:
                 # Log the error, and release the version anyway. If the error persists, the next
                 # open raises it.
-                logger.warning("releasing a version of %s: %s", self._receiver.store, str(error))
+                message = "ignored an error when a version of %s was released: %s"
+                logger.warning(message, self._receiver.store, str(error))
             # Clear the error's frames: their variables keep the file mapped. If the file was
             # removed, its space is free only once the file is unmapped.
             traceback.clear_frames(error.__traceback__)
@@ -627,7 +636,7 @@ class Stager(ProcessBound):
         return self._state is State.APPLIED and self._request is None
 
     def _aim(self) -> tuple[int | None, int | VersionId | None]:
-        """Return the version to stage: arguments newer_than and exactly of `FollowLoop.wait`."""
+        """Return ``newer_than`` and ``exactly`` for `FollowLoop.wait`: which version to stage."""
         if self._request is not None and self._request.is_exact:
             return None, self._request.id or self._request.number
         staged = None if self._staged is None else self._staged.id
@@ -659,7 +668,10 @@ class Stager(ProcessBound):
         return None, None
 
     def _make_room(self, version: int) -> bool:
-        """Drop the staged version; if ``version`` is not to be staged, keep it and return False."""
+        """Drop the staged version in favor of ``version``, and return True.
+
+        If ``version`` is not to be staged, keep the staged version, and return False.
+        """
         with self._condition:
             if not self._may_stage():
                 return False

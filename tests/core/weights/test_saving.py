@@ -111,7 +111,7 @@ def test_what_is_there_is_not_touched(store, tmp_path):
         receiver.save_pretrained(taken)  # it was empty
         before = sorted(file.stat().st_mtime_ns for file in taken.iterdir())
         for path in (taken, taken / "model.safetensors"):
-            with pytest.raises(dbuffer.OptionError, match="not there, or empty"):
+            with pytest.raises(dbuffer.OptionError, match="a new or an empty directory"):
                 receiver.save_pretrained(path)
         with pytest.raises(dbuffer.VersionError):
             receiver.save_pretrained(
