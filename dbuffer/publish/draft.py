@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 MAX_METADATA_BYTES = MAX_RECORD_BYTES // 2
 """Largest size of a version's metadata, in bytes of JSON. Each read of the version's manifest
-parses the metadata, so large values belong into tensors."""
+parses the metadata, so large values belong in tensors."""
 
 MAX_METADATA_DEPTH = 100
 """Deepest nesting of a version's metadata. Any reader can parse it, even with little stack left."""
@@ -94,7 +94,7 @@ class Draft:
         """Claim the idle buffer, on rank 0 for all ranks; return the arguments of :meth:`join`.
 
         All ranks must first unmap the files that the claim may remove (`KeptMappings.keep_only`).
-        Without ``with_file``, the version consists of an earlier version's file and of deltas.
+        Without ``with_file``, the version consists of deltas and an earlier version's file.
         """
         layout = None if self._part is None else self._part.whole
         self._claim = claim = writer.claim(version, layout, with_file=with_file)
@@ -154,7 +154,7 @@ class Draft:
         if filesystem.identity_of(file.number) != self.inode:
             file.close()
             raise StoreAccessError(
-                f"{self.path} is another file than rank 0's: is {self._store.root} the same "
+                f"{self.path} is not the file that rank 0 made: is {self._store.root} the same "
                 "directory for all ranks?"
             )
         return file

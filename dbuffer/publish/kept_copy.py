@@ -1,6 +1,6 @@
 """`KeptCopy`: one rank's part of the last version, in main memory or on a GPU.
 
-The next version is compared with it.
+A sender compares the next version with this copy, to find what changed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class KeptCopy:
 
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
         """Compare parts ("boxes") of tensors with the copy, then copy and cast them into it."""
-        # Read each element only once: the trainer may write to it, and delta and copy must agree.
+        # Read each element only once: the trainer may change it between two reads, but the delta
+        # and the copy must have the same value.
         contents, specs = self.contents, self.part.layout.specs
         by_number = dict(zip(numbers, elements, strict=True))
         for batch in self._batches(numbers):

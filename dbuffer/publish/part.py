@@ -26,9 +26,10 @@ if TYPE_CHECKING:  # importing it takes half as long as importing torch
     from torch.distributed.tensor import DTensor
 
 SPREAD_FROM_BYTES = 1 << 20
-"""Least size in bytes of a part of a tensor ("box") that the least busy of its ranks writes. The
-first rank that holds it writes a smaller box. Small tensors may differ between ranks, as a batch
-norm's statistics do, so one rank must write all of them."""
+"""Size in bytes from which a part of a tensor ("box") is large. If several ranks hold a large box,
+the least busy of them writes it. If several ranks hold a small box, the first of them writes it:
+small tensors, such as a batch norm's statistics, may differ between ranks, so one rank must write
+all of them."""
 
 
 class Box(NamedTuple):
@@ -59,8 +60,8 @@ class Assignment:
 
 
 Boxes: TypeAlias = dict[int, Box | None]
-"""Rectangular parts ("boxes") of tensors that a rank holds, keyed by the tensor's index. None if
-the rank's part is no box, or is a partial sum."""
+"""Rectangular parts ("boxes") of tensors that a rank holds, keyed by the tensor's index. The value
+is None if the rank's part is not rectangular, or is a partial sum."""
 
 
 def assign_writes(
@@ -80,7 +81,7 @@ def assign_writes(
     busy_bytes = [0] * len(boxes)
     shared: list[tuple[int, Box, list[int]]] = []
     for index, spec in enumerate(specs):
-        if not spec.num_bytes:  # empty tensors are not gathered either: a piece of a part has bytes
+        if not spec.num_bytes:  # no rank writes an empty tensor: a layout has no empty pieces
             continue
         owners = _owners(index, boxes)
         if (
@@ -328,7 +329,7 @@ class Part:
 
         All boxes in memory come first, together. After them comes the box of each lazy tensor.
         """
-        if self.has_all and not source.is_lazy:  # was checked before the version was begun
+        if self.has_all and not source.is_lazy:  # the sender has already checked the values
             yield range(len(source.specs)), source.eager
             return
         parts, specs = HeldParts(), self.layout.specs
@@ -344,7 +345,7 @@ class Part:
             else:
                 numbers.append(number)
                 elements.append(parts.elements(tensor, specs[number].name))
-        if numbers or not lazy:  # also if this rank writes nothing, so that it maps the file
+        if numbers or not lazy:  # also if this rank has no boxes: it still must map the file
             source.refuse_values([specs[number] for number in numbers], elements)
             yield numbers, elements
         for number, tensor in lazy:

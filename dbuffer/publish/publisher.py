@@ -302,7 +302,7 @@ class Publisher(Closing, ProcessBound):
     def receiver_lags(self) -> dict[str, Lag]:
         """Return how far living receivers lag behind the newest version, keyed by receiver id.
 
-        An engine with several ranks is one receiver. If several receivers have one id, the longest
+        An engine with several ranks is one receiver. If several receivers share an id, the longest
         lag counts. A receiver that has applied no version is absent.
 
         Raises:
@@ -317,7 +317,7 @@ class Publisher(Closing, ProcessBound):
             return
         with self._lock:
             if self._publishing_thread is not None:
-                self._must_close = True  # this thread is publishing: close at the end of that
+                self._must_close = True  # this thread is publishing: close after the publish
             else:
                 self._close()
 
@@ -390,7 +390,7 @@ class Publisher(Closing, ProcessBound):
         """Publish weights, or a patch of the last version. Collective.
 
         The version gets rank 0's ``number`` and ``metadata``. If this method raises, nothing was
-        published on any rank, unless the message says so.
+        published, unless the message says that the version is published.
         """
         world, deltas = self._world, self._deltas
         self._part = part = self._part_of(source)

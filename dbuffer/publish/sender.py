@@ -86,7 +86,7 @@ class WeightSender(Publisher):
             has_deltas=chosen.delta,
         )
         self._pending: list[PendingPublication] = []
-        """Publications whose ``wait()`` was not called. Each stays until its error is raised."""
+        """Publications of ``send(wait=False)`` that `_settle` has not waited for yet."""
         self._is_behind = False
         """Whether the last ``send`` failed to publish its weights. If so, patches are refused."""
 
@@ -136,8 +136,8 @@ class WeightSender(Publisher):
             version: number of the version, above all earlier numbers. Default: the last number plus
                 one.
             metadata: a mapping that JSON can hold, with the trainer's step for instance.
-            progress: for weights that come tensor by tensor: called with the bytes copied so far
-                and the total, which is 0 if it is unknown.
+            progress: function that is called after each tensor of an iterator, a checkpoint or lazy
+                weights, with the bytes copied so far and the total (0 if it is unknown).
             wait: if False, wait for an earlier publish that is still in progress, then publish in
                 a thread, and return before it is done. The trainer may continue with forward and
                 backward. It must not change the weights until ``wait()`` of the result has
@@ -266,8 +266,9 @@ class WeightSender(Publisher):
 
         Args:
             version: number or id of one of the newest two versions, or of a kept version.
-            metadata: a mapping that JSON can hold. It is added to the earlier version's metadata,
-                as is the earlier version's number, under the key ``republished_version``.
+            metadata: a mapping that JSON can hold. The new version has the earlier version's
+                metadata, this mapping, and the key ``republished_version`` with the earlier
+                version's number.
 
         Raises:
             VersionError: the store does not hold the version.
@@ -377,10 +378,10 @@ class WeightSender(Publisher):
         for spec, file in zip(source.specs, files, strict=True):
             if file is not None and file == idle:
                 raise InvalidWeightsError(
-                    f"{spec.name} is in the buffer of {self.store} that the next version is "
-                    "written to: it is a tensor of a snapshot of the version before the newest. "
-                    "To go back to that version, call republish(), or send snapshot.copy() after "
-                    "its with block"
+                    f"{spec.name} is in the buffer of {self.store} that the next version "
+                    "overwrites: it is a tensor of a snapshot of the version before the newest. To "
+                    "go back to that version, call republish(), or call snapshot.copy() and send "
+                    "the copy after the snapshot's with block"
                 )
 
 

@@ -180,7 +180,7 @@ class ShardedWeightSender(Publisher):
     ) -> tuple[Source, int, dict[str, Any]]:
         """Return the version's source (a list of all ranks' tensors), number and metadata.
 
-        Collective. The number and metadata are right on rank 0 only. If a rank's inventory has
+        Collective. The number and metadata are valid on rank 0 only. If a rank's inventory has
         changed, this method assigns the parts of tensors to writing ranks again.
         """
         ranks, number, checked = self._world, 0, dict[str, Any]()
@@ -202,8 +202,8 @@ class ShardedWeightSender(Publisher):
             with ranks.step("compare the versions"):
                 rank = next(rank for rank, other in enumerate(versions) if other != versions[0])
                 raise InvalidWeightsError(
-                    f"rank {rank} is to publish version {versions[rank]}, and rank 0 version "
-                    f"{versions[0]}: every rank must call send with the same version"
+                    f"rank {rank} called send with version={versions[rank]}, but rank 0 with "
+                    f"version={versions[0]}: pass the same version on all ranks"
                 )
         if not all(are_known):
             # On a network mount each rank writes its own file, which holds only contiguous boxes.
@@ -370,8 +370,8 @@ def _join(
             of_tensor = ranks_of.setdefault(spec.name, {})
             if spec != (known := specs.setdefault(spec.name, spec)):
                 raise InvalidWeightsError(
-                    f"rank {ranks[0]} is to publish {spec}, and rank {_first(of_tensor)} {known}: "
-                    "give a tensor of one name the same shape and dtype on all ranks that hold it"
+                    f"rank {ranks[0]} holds {spec}, but rank {_first(of_tensor)} holds {known}: "
+                    "give a tensor the same shape and dtype on all ranks that hold it"
                 )
             of_tensor.setdefault(holding, []).extend(ranks)
             index_of.append(indices.setdefault(spec.name, len(indices)))
@@ -417,8 +417,8 @@ def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
         if missing := sorted(set(holding).difference(ranks)):
             raise InvalidWeightsError(
                 f"{spec} has a gap: {_named(missing)} parts of it, as rank {ranks[0]} says, but "
-                "not under this name: give every tensor on all ranks that hold parts of it, under "
-                "one name"
+                "without listing this name: pass each tensor, under one name, on all ranks that "
+                "hold parts of it"
             )
 
 
@@ -482,6 +482,6 @@ def _require_alike(samples: Sequence[Mapping[str, str]]) -> None:
         raise InvalidWeightsError(
             f"rank {holder} and rank {rank} hold different tensors of one name, and one of the two "
             f"would be lost: {listed(sorted(differing))}; give layers and experts the names that "
-            "they have in the whole model (rename), or give parts of one tensor as a DTensor; if "
-            "replicas may differ, give only one of them"
+            "they have in the whole model (rename), or pass parts of one tensor as a DTensor; if "
+            "replicas may differ, pass only one of them"
         )
