@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # importing it takes half as long as importing torch
     from torch.distributed.tensor import DTensor
 
 SPREAD_FROM_BYTES = 1 << 20
-"""Size in bytes from which a part of a tensor ("box") is large. If several ranks hold a large box,
+"""Smallest size in bytes of a large part of a tensor ("box"). If several ranks hold a large box,
 the least busy of them writes it. If several ranks hold a small box, the first of them writes it:
 small tensors, such as a batch norm's statistics, may differ between ranks, so one rank must write
 all of them."""

@@ -1,10 +1,12 @@
 """`Agreement`: the ranks of a trainer take each step together, or learn together that one failed.
 
-If a rank raised an error alone, the other ranks would wait in the next collective. So all ranks
-exchange the outcome of each step at its end, as JSON, over a separate process group.
+If one rank raised an error in a step, the other ranks would wait in the next collective. So at the
+end of each step, all ranks exchange their outcomes of the step, as JSON, over a process group of
+their own. If a rank has failed, all ranks raise its error.
 
-If a call fails on one rank alone, this rank drops its connections, so that the other ranks fail at
-once, too. Otherwise this rank's next step could exchange messages with their current step.
+A call can also fail on one rank only, between two steps. This rank then drops its connections, so
+that the other ranks fail at once. Otherwise its next call would exchange messages with the other
+ranks' current call.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store.liveness import Process
 
 _FRAME_BYTES = 1024
-"""Most bytes of a message that is sent in one collective. A longer message takes two."""
+"""Largest outcome, in bytes, that is sent in one collective. A larger outcome takes two."""
 
 _LENGTH_BYTES = 8
 
@@ -73,7 +75,7 @@ class Agreement(World):
 
     Raises:
         OptionError: torch.distributed was not initialized, or this rank is not in the group.
-        RankFailedError: a rank did not join, or they cannot connect.
+        RankFailedError: a rank did not join, or the ranks cannot connect.
     """
 
     def __init__(self, group: distributed.ProcessGroup | None, *, timeout_s: float) -> None:
@@ -189,15 +191,15 @@ class Agreement(World):
             if outcome[:2] != first[:2]:
                 self.close()
                 raise RankFailedError(
-                    f"the ranks are out of step: rank {rank} is to {outcome.step} (its step "
-                    f"{outcome.number}), and rank 0 to {first.step} (its step {first.number}); "
-                    "every rank must make each call; now close the object that raised this error "
-                    "on all ranks, and make a new one"
+                    f"the ranks are out of step: rank {rank} tries to {outcome.step} (its step "
+                    f"{outcome.number}), but rank 0 tries to {first.step} (its step "
+                    f"{first.number}), so they did not make the same calls; on all ranks, close "
+                    "the object (such as a sender) whose call raised this error, and make a new one"
                 ) from cause
         return outcomes
 
     def _in_step(self, action: str, cause: Exception | None = None) -> TranslatedErrors:
-        """Return a ``with`` block that replaces an error of gloo. The new one names lost ranks."""
+        """Return a ``with`` block that replaces an error of gloo by one that names lost ranks."""
 
         def translate(error: BaseException) -> None:
             if isinstance(error, RuntimeError):
@@ -278,8 +280,8 @@ def store_of_meeting(
 
 
 _HERE, _CAME = "here", "came"
-"""Words that each rank writes into torch's store. A rank deletes the first one if it stops waiting,
-and never deletes the second one."""
+"""First words of two keys that each rank writes into torch's store. A rank deletes its `_HERE` key
+if it stops waiting, and never deletes its `_CAME` key."""
 
 
 def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:

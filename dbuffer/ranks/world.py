@@ -18,7 +18,7 @@ class Step(AbstractContextManager["Step"]):
         """Result of this rank, set in the ``with`` block. The result is sent as JSON, so a tuple
         arrives as a list."""
         self.message = b""
-        """Bytes to send to rank 0. Ranks other than 0 can set the bytes in the ``with`` block."""
+        """Bytes to send to rank 0. Any other rank can set them in the ``with`` block."""
         self.results: list[Any] = []
         """Results of all ranks, ordered by rank. Set after the ``with`` block."""
         self.messages: list[memoryview] = []
@@ -63,7 +63,8 @@ class World:
         """Return a ``with`` block that drops the connections to other ranks if it is interrupted.
 
         The block also drops the connections if it raises an exception other than a `DBufferError`.
-        Otherwise this rank's next call would exchange messages with the other ranks' current call.
+        If it kept them, this rank's next call would exchange messages with the other ranks' current
+        call.
         """
         return contextlib.nullcontext()
 

@@ -19,7 +19,7 @@ if each such extra also installs an engine or a framework."""
 
 
 def needed_for(use: str) -> TranslatedErrors:
-    """Explain a failed import in a ``with`` block. ``use`` names the feature that needs the import.
+    """Return a ``with`` block that explains a failed import. ``use`` is the feature that needs it.
 
     Raises:
         DBufferError: an optional package is not installed; the message says how to install it.

@@ -1,8 +1,8 @@
-"""Intervals, time-outs and other times that several modules share or that tests replace.
+"""`Timing`: the intervals and time-outs that several modules share, or that tests replace.
 
-A field of `Timing` is a number that several modules share, or that a test replaces in its process
-and in child processes. Code reads it at each use. A number that depends on another field is a
-property. All other intervals and time-outs are constants in the modules that use them.
+A test replaces fields of `TIMING` in its own process and in child processes, so code reads a field
+at each use. A time that depends on another field is a property. All other intervals and time-outs
+are constants in the modules that use them.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class Timing:
     """Longest pause before a failed request to an object storage is repeated. The pause doubles
     with each further failure."""
     bucket_records_s: float = 1.0
-    """Least time between two puts of the object with a mirror's records."""
+    """Shortest time between two puts of a bucket's object ``receivers/MIRROR.json``, in which a
+    mirror that reads the bucket puts the records of its receivers."""
     bucket_heartbeat_s: float = 60.0
-    """Interval at which the object with a mirror's records is put if no record has changed."""
+    """Interval at which that mirror puts its object if no record has changed."""
     bucket_list_s: float = 1.0
-    """Interval at which the sender's mirror lists the objects with mirrors' records."""
+    """Interval at which the mirror that writes a bucket lists the objects in ``receivers/``."""
     bucket_watch_s: float = 15.0
     """Interval at which `dbuffer status --watch` reads a bucket, where listing costs money."""
     bucket_grace_s: float = 3600.0
@@ -64,7 +65,8 @@ class Timing:
     longer starts again with a newer version."""
 
     ranks_end_within_s: float = 1.0
-    """Time within which a rank that broke its connection is seen to have ended."""
+    """Longest time from the moment that a dying process's connections close until its end is
+    seen."""
     rank_gone_s: float = 5.0
     """Time after which a rank without a record counts as having left the store, and a rank whose
     process has ended counts as lost. A rank that leaves removes its record; a dead rank cannot."""
@@ -83,7 +85,7 @@ class Timing:
 
     @property
     def bucket_presumed_dead_after_s(self) -> float:
-        """Time from a mirror's last put of records until the receivers in them count as dead."""
+        """Age of a mirror's last put of records at which the receivers in them count as dead."""
         return 4 * self.bucket_heartbeat_s
 
 

@@ -57,7 +57,7 @@ def skip_a_step(rank: int) -> list[str]:
 def test_a_rank_at_another_step_is_lost_on_all(world):
     for rank, went in enumerate(world.run(skip_a_step)):
         assert went[:2] == ["[0, 0, 0]", "[1, 1, 1]"]
-        assert "RankFailedError: the ranks are out of step: rank 1 is to count to 1" in went[2]
+        assert "RankFailedError: the ranks are out of step: rank 1 tries to count to 1" in went[2]
         assert all("ClosedError" in one for one in went[3:])
         assert len(went) == 5 - (rank == 1)
 
