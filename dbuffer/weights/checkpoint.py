@@ -66,8 +66,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], Non
     if twice:
         (first, second), names = next(iter(twice.items()))
         raise InvalidWeightsError(
-            f"{path} has tensors twice: {first} and {second} both hold {listed(names)}. Pass only "
-            f"the file to publish ({path / first}), or a directory without the other file"
+            f"{path} has tensors twice: {first} and {second} both hold {listed(names)}. Pass one "
+            f"file ({path / first}) instead of the directory, or a directory without the other file"
         )
 
     def require_unchanged() -> None:

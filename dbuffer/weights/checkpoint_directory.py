@@ -78,13 +78,14 @@ class Checkpoint:
             modified_at = self.files[file].modified_at
             if index is not None and modified_at > index.modified_at:
                 raise InvalidWeightsError(
-                    f"{file.name} was written after {INDEX}, so it may be from another save (if "
-                    f"the files belong together: touch {self.path / INDEX})"
+                    f"{file.name} was written after {INDEX}, so it may be from another save: save "
+                    "the checkpoint again or, if its files belong together, touch "
+                    f"{self.path / INDEX}"
                 )
-            if self.step is None and modified_at <= last[0]:  # every save overwrites this directory
+            if self.step is None and modified_at <= last[0]:  # each save overwrites these files
                 raise InvalidWeightsError(
                     f"{file.name} is older than the checkpoint that was published last, so it may "
-                    "be from another save"
+                    "be from an earlier save than the other files: save the checkpoint again"
                 )
 
 
@@ -140,7 +141,7 @@ def send_saved(
 
 
 def order_of(metadata: Mapping[str, Any]) -> Order:
-    """Return the key that sorts versions by their checkpoints, those without one first."""
+    """Return the key that sorts versions by checkpoint, after versions without a checkpoint."""
     saved_at, step = metadata.get(SAVED_AT), metadata.get("step")
     if not isinstance(saved_at, float):
         return 0.0, -1

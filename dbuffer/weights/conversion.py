@@ -299,7 +299,7 @@ def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _prefix_in(names: Mapping[str, Any], path: str) -> str:
-    """Return the prefix of the model's names in ``names``: its path without wrappers' parts."""
+    """Return the prefix of a model's names in ``names``: its path, without parts of wrappers."""
     prefix = without_wrappers(f"{path}.") if path else ""
     while not any(name.startswith(prefix) for name in names):
         if not prefix.startswith(WRAPPER_PREFIX):

@@ -14,12 +14,12 @@ class View:
     """Place of a view in a larger tensor: a rectangular part ("box") with reordered dimensions."""
 
     index: tuple[int | slice, ...]
-    """Index of the view in the larger tensor: a slice for each dimension of the view, and a number
+    """Index into the larger tensor: a slice for each dimension that the view keeps, and a number
     for each other dimension."""
     order: tuple[int, ...]
     """Permutation of dimensions that turns the indexed part into the view."""
     shape: tuple[int, ...]
-    """Shape of the view, which can have additional dimensions of size 1."""
+    """Shape of the view. It can have dimensions of size 1 that the larger tensor does not have."""
     is_whole: bool = False
     """Whether the view is the complete larger tensor, with its dimensions in order."""
     stride: tuple[int, ...] = ()

@@ -55,7 +55,7 @@ def clean_names(names: Iterable[str]) -> list[str]:
 
 
 def is_module(weights: object) -> TypeGuard[nn.Module]:
-    """Whether weights are a module. A TensorDictParams, a module too, counts as a TensorDict."""
+    """Whether weights are a module, but not a TensorDictParams, which counts as a TensorDict."""
     return isinstance(weights, nn.Module) and not is_tensordict(weights)
 
 
@@ -69,7 +69,7 @@ def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
 
 
 def may_have_model(module: object) -> bool:
-    """Whether ``module`` may contain a transformers model. False if that is not imported."""
+    """Whether ``module`` may contain a transformers model. False if transformers isn't imported."""
     return "transformers.modeling_utils" in sys.modules and is_module(module)
 
 
@@ -184,7 +184,7 @@ def problem_of_memory(tensor: torch.Tensor) -> str:
         return "is on the meta device and has no values: load the weights first"
     is_odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
     if is_odd or is_made_of_others(tensor):
-        return "is sparse, nested, quantized or composed of other tensors: use plain ones"
+        return "is sparse, nested, quantized or composed of other tensors: use a plain tensor"
     if not lies_in_memory(tensor):
         return (
             "has no memory: it is a fake or functional tensor, is inside a transform of "
@@ -194,7 +194,7 @@ def problem_of_memory(tensor: torch.Tensor) -> str:
 
 
 def lies_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has an address, as meta and fake tensors have not, or is empty."""
+    """Whether a tensor is empty or has an address. Meta tensors and fake tensors have none."""
     if hasattr(tensor, "fake_mode"):  # torch warns if a fake tensor's address is read
         return False
     try:
@@ -225,10 +225,10 @@ def is_same_memory(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSpec:
-    """Original names, shapes and dtypes of weights, to recognize unchanged weights later.
+    """Names, shapes and dtypes of a mapping's tensors, to recognize a mapping with equal ones.
 
-    Recognized weights skip the checks of names, which for 18,000 tensors would take as long as
-    copying the tensors.
+    A recognized mapping skips the checks of its names, which for 18,000 tensors would take as long
+    as copying the tensors.
     """
 
     names: list[str]

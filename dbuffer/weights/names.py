@@ -331,7 +331,7 @@ def _parse_mapping(name: str, entry: Any, source: str) -> Rule:
 
 
 def change_of(rule: Rule) -> Change:
-    """Return the function that applies ``rule`` to a name. The rule must only change names."""
+    """Return the function that applies a rule for prefixes, parts or patterns to a name."""
     text, to = str(rule.text), str(rule.to)
     if rule.kind == "prefix":
         return lambda name: to + name[len(text) :] if name.startswith(text) else None

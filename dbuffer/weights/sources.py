@@ -71,13 +71,14 @@ class Source:
     is_lazy: bool = False
     """Whether `tensors` contains lazy tensors."""
     stream: Iterator[tuple[TensorSpec, torch.Tensor]] | None = None
-    """Iterator over tensors with original names, or None. With an iterator, `tensors` is empty."""
+    """Iterator over the tensors, under the trainer's names, in place of `tensors`, or None."""
     new_names: Callable[[list[str]], list[str]] = list
-    """Function from the original names of all tensors in `stream` to the names to publish."""
+    """Function from the trainer's names of all tensors in `stream` to the names to publish."""
     reader: SourceReader | None = None
     """Reader of the vLLM weight source that the lazy tensors come from, or None."""
     check: Callable[[], None] = _check_nothing
-    """Function that is called before the version is committed. An error of it stops the commit."""
+    """Function that is called before the version is committed. If it raises, nothing is
+    published."""
     is_cast: bool = False
     """Whether tensors are cast to their specs' dtypes when they are published."""
     must_be_finite: bool = False
@@ -85,7 +86,7 @@ class Source:
     patch: Patch | None = None
     """Patch of the sender's last version, to publish in place of `tensors`, or None."""
     progress: Progress | None = None
-    """Function that is called if `tensors` has lazy tensors, or for each tensor in `stream`."""
+    """Function that is called after each copy of lazy tensors, or of a tensor in `stream`."""
 
     def refuse_values(self, specs: Iterable[TensorSpec], tensors: Collection[torch.Tensor]) -> None:
         """Refuse tensors that overflow in their cast or, if `must_be_finite`, are not finite."""
@@ -127,7 +128,7 @@ class Describer:
     _conversion: Conversion | None = field(default=None, init=False)
     """Traced conversion of the weights described last, if ``rename`` changes tensors."""
     _last: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = field(default=None, init=False)
-    """Specs of the weights that were described last, under original and published names."""
+    """Specs of the weights that were described last: with the trainer's names, and as published."""
 
     @property
     def _changes_tensors(self) -> bool:

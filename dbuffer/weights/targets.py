@@ -52,8 +52,8 @@ class Match:
 
     targets: list[torch.Tensor]
     aliases: list[tuple[torch.Tensor, int]]
-    """Tensors of the target whose names are second names of tied tensors in the layout, each with
-    the index of the published tensor to load."""
+    """Tensors of the target under further names of tied tensors of the layout, each with the index
+    of the published tensor to load into it."""
     ties: list[tuple[NamedIndex, NamedIndex]] = field(default_factory=list)
     """Pairs of published tensors (name, index in the layout) that the target has as one tensor."""
 
@@ -141,7 +141,7 @@ class Matcher:
         # the same addresses as the tensors of the last load.
         if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
             return None
-        # Skip the checks if no address has changed: their results are as at the last load.
+        # Skip the checks if no address has changed: their results would be those of the last load.
         if addresses != self._addresses:
             if (
                 not all(map(lies_in_memory, tensors))
@@ -217,7 +217,11 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
 def _overlaps(
     tensors: Mapping[str, torch.Tensor], comparison: Comparison
 ) -> tuple[list[tuple[NamedIndex, NamedIndex]], list[str]]:
-    """Return pairs of tied tensors with different sources, and messages on partial overlaps."""
+    """Find the target's tensors that share memory.
+
+    Return pairs of published tensors that would be loaded into the same memory, and a message about
+    each pair of the target's tensors that share only a part of their memory.
+    """
     ties: list[tuple[NamedIndex, NamedIndex]] = []
     problems: list[str] = []
     for first, *group in _overlap_groups(tensors):
@@ -312,7 +316,7 @@ def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of tensors that would lose weights loaded into them, with the reasons."""
+    """Return, by name, why tensors of the target would lose weights that are loaded into them."""
     if is_module(target):
         kept = [tensor for tensor in own_tensors(target) if not has_no_shape(tensor)]
         ids, places = set(map(id, kept)), {_storage_address(tensor) for tensor in kept} - {0}
