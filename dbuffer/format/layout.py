@@ -351,10 +351,10 @@ class Layout:
 
     @cached_property
     def tail(self) -> bytes:
-        """Last bytes of the file. ``TensorDict.from_consolidated`` uses them to find the tensors.
+        """Last bytes of the file, from which ``TensorDict.from_consolidated`` opens it.
 
-        They are metadata in the form of tensordict 0.10 to 0.15, then the metadata's length. Empty
-        if the data is in parts, so that tensordict refuses the file.
+        The bytes are metadata in the form of tensordict 0.10 to 0.15, then the metadata's length.
+        If the data is in parts, there are none, so that tensordict refuses the file.
         """
         if self.is_in_parts:  # with these bytes, tensordict would find no data
             return b""
@@ -391,7 +391,7 @@ def _check_pieces(
     for before, piece in itertools.pairwise((Piece(0, 0, 0, 0, 0), *pieces)):
         if piece.tensor >= len(specs) or not _is_inside(piece, parts):
             raise StoreCorruptError(
-                f"layout: a piece is of no tensor, or not inside its part: {piece}"
+                f"layout: a piece belongs to no tensor, or is not inside its part: {piece}"
             )
         if piece.tensor < before.tensor or piece.offset != covered[piece.tensor]:
             raise StoreCorruptError(f"layout: a piece is missing, or out of place: {piece}")

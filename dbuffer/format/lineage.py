@@ -2,7 +2,7 @@
 
 Each start of a sender begins a *run*, which continues from the store's newest version. A version
 has the ids of its run and of the runs that led to it. A comparison of two versions uses only these
-ids and the versions' numbers. It finds which version is later, or that the versions have forked.
+ids and the versions' numbers. The result is which version is later, or that they have forked.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Annotated, NamedTuple, Self
 from msgspec import Meta
 
 MAX_RUNS = 64
-"""Largest number of runs (starts of a sender) that a version names. To a reader with a version of a
-run that is no longer named, the version is a fork."""
+"""Largest number of runs (starts of a sender) that a version names. If a reader's version is of a
+run that the newest version no longer names, the two versions count as forked."""
 
 MAX_NUMBER = 2**63 - 1
 

@@ -38,7 +38,7 @@ FORMAT = 1
 """Version of the on-disk format. Files with any other version are refused."""
 
 UNDECODABLE = (StoreCorruptError, UnsupportedError)
-"""Errors that reading a file raises if the file is damaged or has another format."""
+"""Errors that are raised by reading a file that is damaged or has another format."""
 
 
 def naming(path: Path | str) -> TranslatedErrors:
@@ -165,8 +165,8 @@ class Manifest(Versioned, frozen=True, kw_only=True):
     checksums_xxh3: Token | None
     """Digest of the weights file's table of checksums, or None if the version has no checksums."""
     is_final: bool
-    """Whether the weights file is never overwritten. If it may be, and the version has no
-    checksums, readers on other hosts cannot detect a mix of two versions."""
+    """Whether the weights file is never overwritten. If the file may be overwritten, and the
+    version has no checksums, readers on other hosts cannot detect a mix of two versions."""
     anchor: VersionId | None
     """Earlier version that is in the weights file. Deltas of :attr:`chain` lead from the anchor to
     this version. None if this version is itself in the weights file."""
@@ -193,12 +193,12 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         chain = self.chain
         if len(set(chain)) < len(chain) or len(chain) == 1:
             raise StoreCorruptError(
-                f"{self.NAME}: its chain has one version only, or a version twice: {chain!r:.80}"
+                f"{self.NAME}: its chain has only one version, or a version twice: {chain!r:.80}"
             )
         if self.anchor is None and self.anchor_buffer is not None:  # a bucket has no buffers
             raise StoreCorruptError(f"{self.NAME}: it has an anchor_buffer, but no anchor")
         if self.anchor is not None and self.anchor not in chain[:-1]:
-            raise StoreCorruptError(f"{self.NAME}: its anchor must be an earlier one of its chain")
+            raise StoreCorruptError(f"{self.NAME}: its anchor is no earlier version in its chain")
         if self.state == "complete" and chain and chain[-1] != self.id:
             raise StoreCorruptError(f"{self.NAME}: its chain of deltas leads to another version")
 
@@ -296,17 +296,16 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     """Time at which all ranks of an engine had compared their weights with the ``applied`` version
     and found them equal. None before this time."""
     is_attestable: bool
-    """Whether the engine can still set ``attested_at``: it compares its weights, and has copies to
-    compare them with."""
+    """Whether the engine may still set ``attested_at``: its options let it compare its weights with
+    a version, and it has not finished comparing them with ``applied``."""
     only_version: Count | None
     """Number of the only version that the engine serves, or None if the engine follows the newest
     version."""
     every: Positive
-    """Divisor of the versions' numbers: the engine takes a version only if its number is a
-    multiple."""
+    """Divisor: the engine takes a version only if the version's number is a multiple of it."""
     when: dict[str, Positive]
-    """Divisors of numbers in the versions' metadata, keyed by metadata key. The engine takes a
-    version only if each number is a multiple."""
+    """Divisors by metadata key: the engine takes a version only if its metadata has, under each of
+    these keys, a multiple of the key's divisor."""
     attempt: Token | None
     boot: _Boot
     """Boot id of the receiver's host. Together with the next two fields, it identifies the process
@@ -477,7 +476,7 @@ def decode(kind: type[RecordT], data: bytes) -> RecordT:
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text:.40} is no number")
+        raise ValueError(f"{text:.40} is not a finite number")
     return number
 
 

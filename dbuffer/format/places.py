@@ -26,9 +26,10 @@ the name of the file."""
 DROPPED_FILE = "dropped.json"
 """Name of a kept version's manifest while the version is being dropped."""
 SCRATCH_DIRECTORY = "tmp"
-"""Name of the directory where files are written before they are renamed. It has no other files, for
-two reasons: over NFSv3, other hosts miss the second of two changes of a directory within one tick
-of the server's clock; and watchdog delays the first of two events in one directory."""
+"""Name of the directory where files are written before they are renamed. These files are not
+written beside their final names, for two reasons: over NFSv3, other hosts miss the second of two
+changes of a directory within one tick of the server's clock; and watchdog delays the first of two
+events in one directory."""
 
 _RECORD_FILE = re.compile(r"(.+)\.[0-9a-f]{16}\.json")
 WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
