@@ -67,8 +67,8 @@ class DoubleBuffer:
                 if contents is None:
                     raise
                 raise errors.StoreAccessError(
-                    f"there is no store at {self.root}, which holds {contents}: name a directory "
-                    "of the store's own"
+                    f"there is no store at {self.root}, which holds {contents}: pass the store's "
+                    "own directory"
                 ) from error
             for name in (
                 *places.BUFFERS,
@@ -254,8 +254,8 @@ class DoubleBuffer:
             )
         if record.token != writer.token:
             raise errors.WriterSupersededError(
-                f"process {record.pid} on {record.host} took {self.root} over; this sender must "
-                "stop (was the store or its writer.lock removed by hand, or this host cut off?)"
+                f"process {record.pid} on {record.host} took over the store at {self.root}: stop "
+                "this sender (was the store or its writer.lock removed, or this host cut off?)"
             )
 
     def undamaged_pointer(self) -> Pointer | None:
@@ -452,8 +452,8 @@ def require_own_directory(root: Path) -> None:
     contents = other_contents(root)
     if contents is not None:
         raise errors.OptionError(
-            f"{root} holds {contents}, and no store: name a directory of the store's own, "
-            f"such as {root / 'policy'}"
+            f"{root} holds {contents}, and no store: give the store a directory of its own, such "
+            f"as {root / 'policy'}"
         )
 
 

@@ -84,7 +84,8 @@ def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedEr
         if isinstance(error, DBufferError) or not isinstance(error, OSError):
             return
         if isinstance(error, FileNotFoundError):
-            raise StoreNotFoundError(f"cannot {action}: no {error.filename or path}") from error
+            missing = error.filename or path
+            raise StoreNotFoundError(f"cannot {action}: {missing} does not exist") from error
         if error.errno == errno.ESTALE:  # over NFS: another host removed the open file
             raise StoreNotFoundError(f"cannot {action}: {path} is gone") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -188,7 +189,7 @@ def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
     _check_regular(status, path, owner_only=owner_only)
     if status.st_size != num_bytes:
         raise StoreCorruptError(
-            f"{path} has {status.st_size} bytes, and was written with {num_bytes}"
+            f"{path} has {status.st_size} bytes, but was written with {num_bytes}"
         )
 
 
@@ -488,7 +489,7 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
 
     Raises:
         StoreAccessError: the file cannot be locked, for instance because the mount has no locks.
-            ``errno`` tells the reason.
+            The error's ``errno`` is the reason.
     """
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     try:
@@ -589,7 +590,7 @@ def unlock(descriptor: int) -> None:
 
 
 class Descriptor(Closing, ProcessBound):
-    """Open file that is closed when it is dropped, and in every forked child.
+    """Open file that is closed in every forked child, and when its last reference is dropped.
 
     A forked child that kept the file open would share the file's lock. For instance, a data
     loader's worker that outlives a killed trainer would keep the store locked.

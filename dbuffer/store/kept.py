@@ -105,7 +105,7 @@ def missing(store: DoubleBuffer, version: int | VersionId) -> VersionError:
 
 
 def pin(store: DoubleBuffer, version: int | VersionId) -> None:
-    """Keep a version until it is unpinned, however many versions the sender keeps.
+    """Keep a version until it is unpinned, besides the versions that the sender keeps.
 
     Raises:
         VersionError: the store does not have the version, or is dropping it.

@@ -280,8 +280,9 @@ def _has_ended(store: DoubleBuffer, record: ReceiverRecord) -> bool:
         return file is None or not file.is_open
     if not store.may_live(record):
         return True
-    # On a mount without locks, an equal host name and process id mean that this container was
-    # restarted. If the earlier process lives after all, its next heartbeat writes its record again.
+    # On a network mount, records have no locks. There an equal host name and process id mean that
+    # this container was restarted. If the earlier process lives after all, its next heartbeat
+    # writes its record again.
     is_alike = (process.host, process.pid) == (this_process.host, this_process.pid)
     return is_alike and store.medium.reaches_other_hosts and not record.is_relayed
 

@@ -133,9 +133,10 @@ class BufferWriter:
         """Whether the store's directory, which may be new, has been made visible to other hosts."""
         self._generation = 0
         self.written_before: dict[tuple[str, str], float] = {}
-        """Time of each receiver's record when this writer began, keyed by receiver id and token."""
+        """Time in each receiver's record when this writer began, keyed by receiver id and token."""
         self._last_number = 0
-        """Number of the last version of this writer. The store may have lost this version since."""
+        """Number of the last version that this writer may have published. The store may have lost
+        the version since."""
         # A network mount may lack locks. There a writer detects a second writer by its record.
         path, may_lack_locks = self.root / places.WRITER_LOCK_FILE, self.medium.reaches_other_hosts
         lock = filesystem.take_lock(path, "writer's", may_lack_locks=may_lack_locks)
@@ -144,7 +145,7 @@ class BufferWriter:
             process = f"process {holder.pid} on {holder.host}" if holder else "another process"
             raise StoreBusyError(
                 f"{process} has {self.root} open for writing; a store has one sender at a time: "
-                "close that one, or use another directory"
+                "close that sender, or use another directory"
             )
         self._lock = lock
         try:
@@ -352,7 +353,7 @@ class BufferWriter:
         return marked
 
     def idle_file(self) -> tuple[int, int] | None:
-        """Device and inode of the file that the next version overwrites, or None for a new file."""
+        """Return device and inode of the file that the next version overwrites, or None if none."""
         contents = Contents(self.store)
         buffer = contents.idle_buffer
         manifest = contents.manifests[buffer]
@@ -448,7 +449,7 @@ class BufferWriter:
         return complete
 
     def _saying_if_published(self, pointer: Pointer) -> TranslatedErrors:
-        """Return a ``with`` block whose error says if the version was published anyway."""
+        """Return a ``with`` block for a flip. Its error says if the version is published anyway."""
 
         def translate(error: BaseException) -> None:
             if not isinstance(error, OSError | StoreCorruptError):

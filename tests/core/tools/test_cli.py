@@ -129,7 +129,7 @@ def places(directory: Path) -> Path:
         (2, f"publish checkpoint/{FILE} x --watch", "--watch needs a directory, and "),
         # Arguments that are not what they should be.
         (2, "publish store checkpoint", "did you swap CHECKPOINT and STORE?"),
-        (2, "publish checkpoint checkpoint", "name a directory of the store's own"),
+        (2, "publish checkpoint checkpoint", "give the store a directory of its own"),
         (1, "publish missing x", "there is no checkpoint at missing: "),
         (1, "publish missing store", "there is no checkpoint at missing: "),
         (2, "publish checkpoint x --metadata step=3", EXAMPLE),
