@@ -335,7 +335,9 @@ class Layout:
                 )
             spec = TensorSpec(name, dtype, shape)
             if offset % ALIGNMENT_BYTES or offset < free or offset + spec.num_bytes > end:
-                raise StoreCorruptError(f"layout: tensor {spec.name!r:.80} is out of place")
+                raise StoreCorruptError(
+                    f"layout: tensor {spec.name!r:.80} is misaligned, or overlaps other data"
+                )
             specs.append(spec)
             offsets.append(offset)
             free = offset + spec.num_bytes

@@ -135,8 +135,8 @@ class Pointer(Versioned, frozen=True, kw_only=True):
 
     buffer: _BufferName
     generation: Count
-    """Generation of the buffer's manifest. If the manifest has another generation, it was rewritten
-    since."""
+    """Generation in the buffer's manifest. If the manifest has another generation, a writer has
+    begun to rewrite the buffer since."""
     writer: Token
     """Token of the writer: a sender's run id, or a mirror's random token."""
 
@@ -149,8 +149,8 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
     state: Literal["writing", "complete"]
     generation: Count
-    """Number that changes twice in each rewrite of the buffer: before its first byte is written,
-    and after its last byte."""
+    """Number that changes twice in each rewrite of the buffer: before the first byte is written,
+    and after the last one."""
     writer: Token
     """Token of the writer: the version's run id, or a mirror's random token."""
     file: _WeightsFile
@@ -294,7 +294,7 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     the receiver is no engine."""
     attested_at: float | None
     """Time at which all ranks of an engine had compared their weights with the ``applied`` version
-    and found them equal. None before this time."""
+    and found them equal. None until then."""
     is_attestable: bool
     """Whether the engine may still set ``attested_at``: its options let it compare its weights with
     a version, and it has not finished comparing them with ``applied``."""

@@ -16,9 +16,9 @@ class Timing:
     """Intervals and time-outs of dbuffer, in seconds."""
 
     look_s: float = 0.01
-    """Interval at which a wait reads memory, a socket or a local file that is about to change."""
+    """Interval at which a wait polls memory, a process or a local file that will change soon."""
     stop_check_s: float = 0.1
-    """Interval at which a wait checks its stop event, or a source that is slower to read."""
+    """Interval at which a longer wait polls, or checks whether it must stop."""
 
     retry_min_s: float = 0.5
     """Backoff after the first failure. The backoff doubles with each further failure. A mirror that
@@ -42,9 +42,9 @@ class Timing:
     """Age, since its last change, at which the record of an ended receiver is removed. This age
     holds for ids that users chose, if no later record has the id."""
     forget_ephemeral_after_s: float = 60.0
-    """Age at which the record of an ended receiver is removed if its id was generated, or has a
-    later record. Until then, a waiting sender counts a receiver that applied the version and
-    ended."""
+    """Age at which the record of an ended receiver is removed if the receiver's id was generated,
+    or if a later record has the id. Until then, a waiting sender counts a receiver that applied the
+    version and ended."""
     inotify_retry_s: float = 60.0
     """Time after which inotify is tried again if its limits were reached."""
 
@@ -55,7 +55,7 @@ class Timing:
     """Shortest time between two puts of a bucket's object ``receivers/MIRROR.json``, in which a
     mirror that reads the bucket puts the records of its receivers."""
     bucket_heartbeat_s: float = 60.0
-    """Interval at which that mirror puts its object if no record has changed."""
+    """Interval at which a mirror puts its ``receivers/MIRROR.json`` if no record has changed."""
     bucket_list_s: float = 1.0
     """Interval at which the mirror that writes a bucket lists the objects in ``receivers/``."""
     bucket_watch_s: float = 15.0
