@@ -353,7 +353,7 @@ class Layout:
 
     @cached_property
     def tail(self) -> bytes:
-        """Last bytes of the file, from which ``TensorDict.from_consolidated`` opens it.
+        """Last bytes of the file, which ``TensorDict.from_consolidated`` needs to open it.
 
         The bytes are metadata in the form of tensordict 0.10 to 0.15, then the metadata's length.
         If the data is in parts, there are none, so that tensordict refuses the file.

@@ -356,7 +356,7 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         text = json.dumps(dict(metadata or {}), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidWeightsError(f"metadata must be what JSON can hold: {error}") from None
+        raise InvalidWeightsError(f"metadata cannot be stored as JSON: {error}") from None
     if len(text) > MAX_METADATA_BYTES:
         raise InvalidWeightsError(
             f"metadata of {len(text)} bytes is above the limit of {MAX_METADATA_BYTES}"

@@ -47,7 +47,7 @@ class KeptCopy:
         self._changes: list[Changes] | None = None
         """Changes since the last `take_changes`; None until the copy holds a version."""
         self._on_device: list[DeviceChanges] = []
-        """Changes after those in ``_changes``, not encoded yet."""
+        """Changes later than ``_changes``, and not encoded yet."""
 
     @cached_property
     def contents(self) -> FileTensors:

@@ -202,8 +202,8 @@ class ShardedWeightSender(Publisher):
             with ranks.step("compare the versions"):
                 rank = next(rank for rank, other in enumerate(versions) if other != versions[0])
                 raise InvalidWeightsError(
-                    f"rank {rank} called send with version={versions[rank]}, but rank 0 with "
-                    f"version={versions[0]}: pass the same version on all ranks"
+                    f"rank {rank} called send with version {versions[rank]}, but rank 0 with "
+                    f"version {versions[0]}: pass the same version on all ranks"
                 )
         if not all(are_known):
             # On a network mount each rank writes its own file, which holds only contiguous boxes.

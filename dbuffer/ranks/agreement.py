@@ -199,7 +199,7 @@ class Agreement(World):
         return outcomes
 
     def _in_step(self, action: str, cause: Exception | None = None) -> TranslatedErrors:
-        """Return a ``with`` block that replaces an error of gloo by one that names lost ranks."""
+        """Return a ``with`` block that turns an error of gloo into an error with the lost ranks."""
 
         def translate(error: BaseException) -> None:
             if isinstance(error, RuntimeError):

@@ -56,7 +56,7 @@ class Followed(abc.ABC):
 
     @abc.abstractmethod
     def _wait(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for a sign of a new version; return True to look at once."""
+        """Wait up to ``timeout_s`` for a sign of a new version; return True if there was one."""
 
     def _until_next_look_s(self) -> float:
         """Return the number of seconds after which `_look` is called again, at the latest."""

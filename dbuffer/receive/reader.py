@@ -62,7 +62,7 @@ class VersionVerifier:
         """Compare ``checksums`` with the published checksums, or do nothing if None.
 
         If the checksums differ because a writer has overwritten the version, raise
-        `OvertakenError`, else :class:`StoreCorruptError`.
+        `OvertakenError`. If they differ otherwise, raise :class:`StoreCorruptError`.
         """
         if checksums is None:
             return
@@ -118,8 +118,8 @@ class VersionVerifier:
             return None
         if wrong:
             logger.warning(
-                "%s: reading version %d in full: its deltas gave other values of %s than were "
-                "published, because the earlier version was changed in memory",
+                "%s: reading version %d in full, because its deltas gave wrong values of %s: the "
+                "earlier version was changed in memory",
                 opened.name,
                 manifest.version,
                 listed(wrong),
@@ -272,7 +272,7 @@ def read_whole(
     *,
     hashed: bool,
 ) -> tuple[FileTensors, list[int] | None]:
-    """Read a full version into ``memory``, or into new memory if the size differs.
+    """Read all tensors of a version into ``memory``, or into new memory if the size differs.
 
     Return the tensors, and with ``hashed`` their checksums.
     """

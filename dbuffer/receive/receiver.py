@@ -74,7 +74,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
 
     A receiver can be made before the store exists. Use it in one thread at a time. With its first
     version it writes its record, ``receivers/ID.TOKEN.json``, into the store. If the store's newest
-    version does not descend from the version that the receiver has seen (a fork), methods that read
+    version does not descend from the version that the receiver saw last (a fork), methods that read
     the version pointer raise `VersionRegressedError` until :meth:`follow_fork` is called.
 
     Args:

@@ -424,7 +424,7 @@ class Stager(ProcessBound):
             self._wake()
 
     def stage_again(self, *, applied: VersionId | None = None) -> None:
-        """Stage anew the newest version, if it is above ``applied``.
+        """Stage the newest version again, if it is above ``applied``.
 
         The staged version is dropped first, unless the engine is already loading it.
         """
@@ -632,7 +632,7 @@ class Stager(ProcessBound):
         self._receiver.record.write()
 
     def _may_attest(self) -> bool:
-        """Whether the applied version can be compared: it is staged, and no :meth:`take` waits."""
+        """Whether `attest` may go on: the applied version is staged, and no :meth:`take` waits."""
         return self._state is State.APPLIED and self._request is None
 
     def _aim(self) -> tuple[int | None, int | VersionId | None]:

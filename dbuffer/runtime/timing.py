@@ -52,8 +52,8 @@ class Timing:
     """Longest pause before a failed request to an object storage is repeated. The pause doubles
     with each further failure."""
     bucket_records_s: float = 1.0
-    """Shortest time between two puts of a bucket's object ``receivers/MIRROR.json``, in which a
-    mirror that reads the bucket puts the records of its receivers."""
+    """Shortest time between two puts of a mirror's ``receivers/MIRROR.json``, the object with the
+    records of the mirror's receivers, into a bucket."""
     bucket_heartbeat_s: float = 60.0
     """Interval at which a mirror puts its ``receivers/MIRROR.json`` if no record has changed."""
     bucket_list_s: float = 1.0

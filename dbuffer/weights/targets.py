@@ -141,7 +141,7 @@ class Matcher:
         # the same addresses as the tensors of the last load.
         if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
             return None
-        # Skip the checks if no address has changed: their results would be those of the last load.
+        # If no address has changed, skip the checks: the results would be as at the last load.
         if addresses != self._addresses:
             if (
                 not all(map(lies_in_memory, tensors))

@@ -135,7 +135,7 @@ def places(directory: Path) -> Path:
         (2, "publish checkpoint x --metadata step=3", EXAMPLE),
         (2, "publish checkpoint x --metadata [3]", EXAMPLE),
         (2, "publish checkpoint store --metadata '{step: 3}'", EXAMPLE),
-        (1, """publish checkpoint x --metadata '{"loss": NaN}'""", "what JSON can hold"),
+        (1, """publish checkpoint x --metadata '{"loss": NaN}'""", "cannot be stored as JSON"),
         (2, "publish checkpoint x --dtype bf61", "use bf16, fp16, fp32, "),
         (2, "publish checkpoint store --dtype int8", "invalid --dtype 'int8'"),
         (1, "publish checkpoint store --version 2", "version 2 is not above version 2"),
