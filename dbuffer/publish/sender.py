@@ -164,8 +164,8 @@ class WeightSender(Publisher):
             source = replace(self._describer.describe(weights, draft), progress=progress)
             if source.stream is not None and self._deltas is not None:
                 raise InvalidWeightsError(
-                    "a sender with delta=True compares all weights in memory, and an iterator "
-                    "gives them one by one: make a dictionary of them"
+                    "a sender with delta=True compares all weights in memory, but an iterator "
+                    "yields them one by one: pass a dictionary of tensors"
                 )
             if wait:
                 return self._send(started, source, number, checked)

@@ -189,8 +189,8 @@ class ShardedWeightSender(Publisher):
             source = self._describer.describe(weights, draft)
             if source.stream is not None:
                 raise InvalidWeightsError(
-                    "an iterator is not supported here, where all ranks publish: give the module, "
-                    "or a dict"
+                    "an iterator cannot be published by all ranks together: pass the module, or a "
+                    "dictionary of tensors"
                 )
             inventory = take_inventory(source, ranks.rank, self._group_rank)
             if ranks.rank == 0:
@@ -370,7 +370,7 @@ def _join(
             of_tensor = ranks_of.setdefault(spec.name, {})
             if spec != (known := specs.setdefault(spec.name, spec)):
                 raise InvalidWeightsError(
-                    f"rank {ranks[0]} holds {spec}, but rank {_first(of_tensor)} holds {known}: "
+                    f"rank {ranks[0]} lists {spec}, but rank {_first(of_tensor)} lists {known}: "
                     "give a tensor the same shape and dtype on all ranks that hold it"
                 )
             of_tensor.setdefault(holding, []).extend(ranks)

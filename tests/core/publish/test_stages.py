@@ -303,10 +303,10 @@ def nowhere(rank: int) -> Weights:
 ONE, OTHER = torch.ones(4), torch.zeros(4)
 
 REFUSED: dict[str, Callable[[int], Weights]] = {
-    r"rank 2 holds shared float32\[5\], but rank 0 holds shared float32\[4\]": (
+    r"rank 2 lists shared float32\[5\], but rank 0 lists shared float32\[4\]": (
         lambda rank: {f"{rank}": OTHER, "shared": torch.ones(4 + rank // 2)}
     ),
-    r"rank 3 holds shared float64\[4\], but rank 0 holds shared float32\[4\]": (
+    r"rank 3 lists shared float64\[4\], but rank 0 lists shared float32\[4\]": (
         lambda rank: {"shared": ONE.double() if rank == 3 else ONE}
     ),
     r"ranks 2, 3 hold the whole of shared float32\[4\], and ranks 0, 1 hold parts": (
