@@ -119,7 +119,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        app(arguments, prog_name="dbuffer")
+        _parser(arguments, prog_name="dbuffer")
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # typer exits with 1 for a broken pipe
             raise stop.__context__ from None
@@ -148,6 +148,9 @@ def _options(
         ),
     ] = False,
 ) -> None: ...
+
+
+_parser = typer.main.get_command(app)
 
 
 def _begin_logging(*, debug: bool) -> None:
