@@ -61,6 +61,7 @@ patterns = Later("tests.support.patterns")
 
 settings.register_profile(
     "dbuffer",
+    max_examples=100 if is_soak() else 25,
     deadline=None,  # a machine that is busy with other things is no failure
     database=None,
     # Explaining a failure traces every line, and a store's examples are slow to shrink already.

@@ -205,7 +205,7 @@ def kill_at_every_moment_of_clearing_up(connection: Connection, directory: Path)
             pass
         sys.setprofile(None)
 
-    for number in itertools.count(1):
+    for number in numbers(every=2):
         store = directory / f"{number}"
         shutil.copytree(crashed, store)
         if not was_killed(functools.partial(clear_up, store, number)):
@@ -294,7 +294,7 @@ def freeze_at_every_moment(
 ) -> None:
     os.environ["DBUFFER_MOUNT"] = mount
     flip = Flip(last_before(situation))
-    for number in itertools.count(1):
+    for number in numbers(every=2):
         store = directory / f"{number}"
         body = functools.partial(publish_up_to, store, situation, number, stop)
         with forked_and_stopped(body) as is_stopped, noting(number):

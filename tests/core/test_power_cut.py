@@ -25,7 +25,7 @@ import pytest
 
 import dbuffer
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
-from tests.support.soak import is_soak
+from tests.support.soak import in_turn, is_soak
 
 pytestmark = pytest.mark.timing(settle_s=0.01)
 
@@ -210,10 +210,11 @@ LIVES = {
 }
 
 
-@pytest.mark.parametrize("lives", LIVES.values(), ids=LIVES)
-def test_whenever_the_power_is_cut_what_was_published_is_there(shm_path, mount, lives, monkeypatch):
+@in_turn(("lives", "mount"), ["whole", "deltas"], ["local", "network"])
+def test_whenever_the_power_is_cut_what_was_published_is_there(shm_path, lives, mount, monkeypatch):
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
     monkeypatch.setattr("dbuffer.format.chain.MAX_CHAIN", 2 if is_soak() else 1)
     with contextlib.closing(PowerCuts(shm_path)) as cuts:
-        for patterns in lives:
+        for patterns in LIVES[lives]:
             cuts.publish(patterns)
     assert cuts.num_images > 50

@@ -43,7 +43,7 @@ from tests.support.patterns import bits
 from tests.support.soak import is_soak, patience_s
 from tests.support.worlds import Failure, World
 
-VERSIONS = 20_000 if is_soak() else 120
+VERSIONS = 20_000 if is_soak() else 60
 """Published, and compared, in a run."""
 
 SIZE = 4

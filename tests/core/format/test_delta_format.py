@@ -32,7 +32,7 @@ from tests.support.deltas import (
 )
 from tests.support.soak import is_soak
 
-FUZZ_CASES = 20_000 if is_soak() else 1_500
+FUZZ_CASES = 20_000 if is_soak() else 600
 
 MOST_BYTES = 16 << 20
 """Memory that reading and applying a delta may take, of versions with up to 1.3 MB."""
@@ -299,7 +299,7 @@ class TestHeader:
 
 class TestStreams:
     def test_that_are_not_what_they_say(self):
-        bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))
+        bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 24))
         assert len(bomb) < 1 << 16
         unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1000))
         packed = delta.pack(bytes(1000))

@@ -668,7 +668,7 @@ def copy_to_a_call(
 def test_killed_at_any_moment_of_a_copy(shm_path, mount, record_property):
     has_flipped = False
     kills = 0
-    for number in numbers(first=1 + (mount == "network"), every=4):
+    for number in numbers(first=1 + (mount == "network"), every=6):
         remote, local = shm_path / f"remote-{number}", shm_path / f"local-{number}"
         with Child(copy_to_a_call, remote, local, number, mount) as child:
             if (code := child.wait()) == 0:

@@ -26,7 +26,7 @@ from tests.support.patterns import SPARSE
 from tests.support.soak import is_soak
 from tests.support.stores import remove_store
 
-NUM_WORLDS = 500 if is_soak() else 40
+NUM_WORLDS = 500 if is_soak() else 20
 NUM_GROUPS = 4
 NUM_STEPS = 10
 POLL_S = 0.03
