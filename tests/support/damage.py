@@ -6,6 +6,7 @@ The store that is damaged is a copy of the fixture ``template``: versions 2 and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -52,12 +53,16 @@ def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
         _opened.append(os.fsdecode(arguments[0]))
 
 
-sys.addaudithook(_note_opened)
+@functools.cache
+def _watch_files() -> None:
+    """Note files that are opened, from the first use on: a hook slows its process down for good."""
+    sys.addaudithook(_note_opened)
 
 
 @contextlib.contextmanager
 def opening_only_files_in(store: Path) -> Iterator[None]:
     global _opened, _others
+    _watch_files()
     _others = {thread.ident for thread in threading.enumerate() if thread.ident is not None}
     _others.discard(threading.get_ident())
     _opened = []
