@@ -29,7 +29,6 @@ _PRELOADED = [
     *("dbuffer.api", "dbuffer.engine.rank_receiver", "dbuffer.mirror.mirror"),
     *("dbuffer.publish.sharded", "dbuffer.tools.doctor.peer", "hypothesis.stateful"),
     *("prometheus_client", "pytest", "tests.support.damage", "tests.support.light_engines"),
-    *("tensordict", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
     *("httpx", "rich.console", "rich.table", "typer"),  # for commands
 ]
 

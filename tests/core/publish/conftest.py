@@ -14,7 +14,7 @@ from tests.support.worlds import World
 def transformers_preloaded() -> None:
     """Ranks need not import transformers, which takes each of them 4 s."""
     names = ("transformers.core_model_loading", "transformers.models.mixtral.modeling_mixtral")
-    preload(*names, "torch.distributed.pipelining")
+    preload(*names, "torch.distributed.pipelining", "tests.support.sharded")
 
 
 @pytest.fixture(scope="package")
