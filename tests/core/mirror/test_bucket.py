@@ -548,6 +548,7 @@ def test_a_copy_of_a_copy_of_the_bucket_is_not_copied_into_it(remote, shm_path, 
 # Slow and broken links
 
 
+@pytest.mark.timing(request_retry_s=0.005)
 @pytest.mark.parametrize("times", [2, 8], ids=["twice", "more often than a request is made"])
 def test_a_download_goes_on_where_it_broke_off(proxy, bucket_url, bucket, times, monkeypatch):
     monkeypatch.setattr(buckets, "RANGE_BYTES", 1 << 22)
@@ -597,7 +598,7 @@ def test_downloads_that_time_out_lessen_the_requests_side_by_side(
     proxy, bucket_url, bucket, monkeypatch
 ):
     """On a link that carries few ranges at a time before the others have been silent for long."""
-    monkeypatch.setattr(buckets, "REQUEST_S", 1.0)
+    monkeypatch.setattr(buckets, "REQUEST_S", 0.4)
     data, copy = bytes(range(256)) * (1 << 12), bytearray(1 << 20)
     file = FileObject("one", len(data))
     bucket.upload(file.name, memoryview(data))
@@ -605,7 +606,7 @@ def test_downloads_that_time_out_lessen_the_requests_side_by_side(
 
     def share(exchange: Exchange) -> None:
         with link:
-            time.sleep(0.3)
+            time.sleep(0.12)
         exchange.answer(exchange.forward())
 
     proxy.inject(share, times=1 << 30)
@@ -648,15 +649,15 @@ def is_part(request: Request) -> bool:
 def test_uploads_that_fail_lessen_the_requests_side_by_side(proxy, bucket_url, monkeypatch):
     """On a link that carries few parts at a time within the time of one request."""
     monkeypatch.setattr(buckets, "PART_BYTES", LEAST_PART_BYTES)
-    monkeypatch.setattr(buckets, "TRANSFER_S", 2.0)
+    monkeypatch.setattr(buckets, "TRANSFER_S", 0.8)
     monkeypatch.setattr(buckets, "UPLOAD_RETRIES_S", 0.1)
     data = bytes(8 * LEAST_PART_BYTES)
     link = threading.Lock()
 
     def share(exchange: Exchange) -> None:
-        """Pass on a body over a link of 10 MB/s that all requests share."""
+        """Pass on a body over a link of 25 MB/s that all requests share."""
         with link:
-            time.sleep(LEAST_PART_BYTES / 10e6)
+            time.sleep(LEAST_PART_BYTES / 25e6)
         exchange.answer(exchange.forward())
 
     proxy.inject(share, times=1 << 30, when=is_part)
@@ -972,8 +973,8 @@ def test_the_page_has_the_figures_of_the_code():
 
 RECORD_BYTES = 4000
 """Bound of the sizes of a version's record, of a mirror's records, and of a footer."""
-IDLE_S = 3.0
-IDLE_LIST_S = 0.3
+IDLE_S = 1.5
+IDLE_LIST_S = 0.2
 IDLE = {"poll", "list of records", "get of records"}
 """Kinds of requests that mirrors repeat at intervals."""
 
