@@ -1,1 +1,1 @@
-"""How fast dbuffer is, against a plain copy in memory and against other ways through files."""
+"""Benchmarks: dbuffer's speed, compared with plain copies and with other transports."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``, alone or with one of the words in ``_parse``."""
+"""Command ``python -m benchmarks``."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for."""
+    """Run the benchmark that the command line names; return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["fleet"]:  # which has options of its own
+    if arguments[:1] == ["fleet"]:  # it has its own options
         return _main_of("fleet")(arguments[1:])
     options = _parse(arguments)
-    # Unwinding deletes gigabytes of files in shared memory.
+    # Raise an exception for SIGTERM, so that the benchmark deletes its files in shared memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     for package in _NEEDS.get(options.what, ()):
         if importlib.util.find_spec(package) is None:
-            print(f"There is no {package} here, nothing to measure.")
+            print(f"nothing to measure: {package} is not installed")
             return 0
     return _main_of(options.what)(options)
 
@@ -47,14 +47,14 @@ _MODULES = {
     "links": "links",
     "fleet": "fleet",
 }
-"""Module of each, which is imported when it is asked for: each needs other packages."""
+"""Module of each benchmark. It is imported only if it runs, because each needs other packages."""
 
 _NEEDS = {
     **dict.fromkeys(("pause", "quantized", "latency", "served"), ("vllm",)),
     "torchrl": ("torchrl",),
     **dict.fromkeys(("objects", "links"), ("obstore",)),
 }
-"""Packages without which there is nothing to measure."""
+"""Packages that a benchmark needs. Without them, it prints that there is nothing to measure."""
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -68,31 +68,30 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="?",
         choices=_MODULES,
         default="cpu",
-        help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
-        "weights (4 minutes, 10 GB; quantized: 4 minutes, 8 GB), or the streams that it answers "
-        "wait (3 minutes, 4 GB), or how soon it serves a published version (6 minutes, 12 GB); or "
-        "a trainer of four ranks "
-        "(2 minutes, 6 GB); or TorchRL's double buffer next to ours: speed, torn reads and killed "
-        "writers (3 minutes, 14 GB); or how long a step of TRL's trainer waits for its engine "
-        "(2 minutes, 8 GB); or the time of a delta (a minute, 6 GB); or versions through a bucket "
-        "(10 minutes, 6 GB, and 10 GB of disk), or over slow and lossy links (15 minutes, 6 GB; as "
-        "root); or how a publish reaches a fleet of nodes "
-        "(fleet --help)",
+        help="cpu (default): publish and receive in main memory; gpu: from and to a GPU; pause: "
+        "pauses of a vLLM engine for new weights (4 minutes, 10 GB), quantized: the same with "
+        "quantized weights (4 minutes, 8 GB); latency: inter-token latency during updates (3 "
+        "minutes, 4 GB); served: time from a publish to the first token (6 minutes, 12 GB); "
+        "sharded: a trainer of four ranks (2 minutes, 6 GB); torchrl: TorchRL's double buffer "
+        "and dbuffer's: speed, torn reads and killed writers (3 minutes, 14 GB); delta: size and "
+        "time of deltas (a minute, 6 GB); objects: versions through a bucket (10 minutes, 6 GB, "
+        "and 10 GB of disk), links: the same over slow and lossy links (15 minutes, 6 GB; as "
+        "root); fleet: a publish to many nodes (see fleet --help)",
     )
     parser.add_argument(
         "--dir",
         nargs="+",
         action="extend",
         type=Path,
-        help="directories to put the files in; the targets are judged by the first, and a bucket's "
-        "server has the last (default: /dev/shm and the directory for temporary files)",
+        help="directories for the files: targets apply to the first, and a bucket's server uses "
+        "the last (default: /dev/shm and the directory for temporary files)",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, under 40 seconds")
-    parser.add_argument("--cpu", action="store_true", help="gpu: try the program, without a GPU")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples here")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios here")
+    parser.add_argument("--cpu", action="store_true", help="for gpu: try the program without a GPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a chart to this file")
     options = parser.parse_args(arguments)
-    # Not the parser's default, which would be extended.
+    # Don't set this as the parser's default: `extend` would add the given directories to it.
     options.dir = options.dir or [Path("/dev/shm"), Path(tempfile.gettempdir())]
     return options
 

@@ -1,10 +1,10 @@
-"""The dashboard's panels over the tutorial's run: ``python -m benchmarks.board``.
+"""Panels of the dashboard for a run of the tutorial: ``python -m benchmarks.board``.
 
-Follows the tutorial, as docs/make_tutorial.py does, beside a real Prometheus (Debian's package,
-unpacked in a temporary directory) that scrapes servers, trainer and mirror each second. Then it
-asks Prometheus each query of docs/grafana.json over the time of the run. Writes docs/tutorial.md
-and benchmarks/results/board.json, and draws board.png. Grafana itself does not run: matplotlib
-draws the panels.
+This program runs the tutorial, as docs/make_tutorial.py does. Meanwhile a real Prometheus (Debian's
+package, unpacked in a temporary directory) scrapes servers, trainer and mirror each second. The
+program then sends Prometheus each query of docs/grafana.json for the time of the run, writes
+docs/tutorial.md and benchmarks/results/board.json, and draws board.png with matplotlib, without
+Grafana.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SCRAPED = ROOT / "examples" / "tutorial" / "prometheus.yml"
 URL = "http://localhost:9090"
 STEP_S = 2
 RATE_INTERVAL = "10s"
-"""Stands for Grafana's `$__rate_interval`."""
+"""Value for Grafana's `$__rate_interval`."""
 
 
 @contextlib.contextmanager
 def prometheus(directory: Path) -> Iterator[httpx.Client]:
-    """Run Prometheus while the block runs."""
+    """Run Prometheus until the ``with`` block ends. Yield a client of Prometheus."""
     subprocess.run(["apt-get", "download", "-qq", "prometheus"], cwd=directory, check=True)
     (package,) = directory.glob("*.deb")
     subprocess.run(["dpkg-deb", "-x", package, directory], check=True)
@@ -76,14 +76,14 @@ def read_panels(client: httpx.Client, begin_s: float, end_s: float) -> list[dict
 
 
 def label(template: str, labels: Mapping[str, str]) -> str:
-    """Return a legend's entry."""
+    """Return a legend's entry: its template with the labels filled in."""
     for name, value in labels.items():
         template = template.replace(f"{{{{{name}}}}}", value)
     return template
 
 
 def main() -> None:
-    """Run the tutorial, and write what Prometheus saw."""
+    """Run the tutorial, and write Prometheus' series of the run."""
     tutorial = runpy.run_path(str(ROOT / "docs" / "make_tutorial.py"))
     page = tutorial["PAGE"].read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as directory, prometheus(Path(directory)) as client:

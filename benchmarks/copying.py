@@ -1,4 +1,4 @@
-"""The physical limits: tensors copied within warm memory, hashed, and some elements written."""
+"""Lower bounds: copy tensors within warm memory, hash them, and write some of their elements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PIECE_BYTES = 1 << 18
 
 
 def memcpy_variants(source: Weights, halves: HalvesCopy) -> dict[str, Callable[[], object]]:
-    """Honest ways to copy all tensors to where ``halves`` does; the fastest is the limit."""
+    """Return ways to copy all tensors to ``halves.destination``. The fastest is the limit."""
     sources, destinations = list(source.values()), list(halves.destination.values())
     return {
         "copy_ each": lambda: _copy_each(destinations, sources),
@@ -32,7 +32,7 @@ def memcpy_variants(source: Weights, halves: HalvesCopy) -> dict[str, Callable[[
 
 
 def hash_variants(source: Weights) -> dict[str, Callable[[], object]]:
-    """Hash all bytes, or as many that a core's cache holds, half of them in each of two threads."""
+    """Return functions that hash all bytes, from memory and from a core's cache, in two threads."""
     views = [as_bytes(tensor.view(-1).view(torch.uint8)) for tensor in source.values()]
     pieces = [
         view[at : at + _PIECE_BYTES] for view in views for at in range(0, len(view), _PIECE_BYTES)
@@ -58,7 +58,7 @@ class HalvesCopy:
         self._threads = ThreadPoolExecutor(2)
 
     def __call__(self, source: Weights) -> None:
-        """Copy ``source``'s tensor of each name; all names must be there."""
+        """Copy the tensors of ``source``, which must have all names of the destination."""
         sources = [source[name] for name in self.destination]
         halves = (slice(None, self._middle), slice(self._middle, None))
         parts = [(self._tensors[half], sources[half]) for half in halves]
@@ -66,7 +66,7 @@ class HalvesCopy:
 
 
 def scatter(places: Integers, values: Words, words: Words, copier: Copier) -> None:
-    """Write words at places that are known, and no more."""
+    """Write words at known places: the lower bound of applying a delta or patches."""
 
     def work(first: int, end: int) -> None:
         words[places[first:end]] = values[first:end]

@@ -1,4 +1,4 @@
-"""Publish and receive in main memory, beside memcpy and peers: ``python -m benchmarks cpu``."""
+"""Publish and receive in main memory, compared with memcpy and with other transports."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from benchmarks.transfers import Case
 _PLAIN = (Dbuffer,)
 _BOTH = (Dbuffer, DbufferChecksums)
 _PEERS_FOR_EXPERTS = (TorchRL, TensorDictMemmap, Safetensors, TorchSave)
-# DCP takes half a minute for so many tensors.
+# Leave out DCP for experts: it takes half a minute for so many tensors.
 _PEERS = (*_PEERS_FOR_EXPERTS, DistributedCheckpoint)
 
 
 def main(options: Namespace) -> int:
-    """Measure, print, and judge by the targets."""
+    """Measure, print the results, and compare them with the targets."""
     environment = report.begin(options.dir)
     results = _measure(options.dir, quick=options.quick)
     checks = targets.check(results)
@@ -68,7 +68,7 @@ def _cases(directories: Sequence[Path]) -> Iterator[Case]:
     many = ("Qwen3-30B-A3B, narrowed", models.qwen3_30b_a3b(narrowing=8))
     yield Case("dense", *wide, first, _BOTH, _PEERS, slow_samples=3)
     yield Case("experts", *many, first, _PLAIN, _PEERS_FOR_EXPERTS, slow_samples=1)
-    for directory in others:  # smaller: a disk that cannot keep up with the writes slows them all
+    for directory in others:  # smaller models, because a disk that cannot keep up slows all peers
         narrow = ("Qwen2.5-0.5B, narrowed", models.qwen2_0_5b(width=0.5))
         few = ("Qwen3-30B-A3B, narrowed, 8 layers", models.qwen3_30b_a3b(narrowing=8, layers=8))
         yield Case(f"dense, {directory}", *narrow, directory, _BOTH, _PEERS, slow_samples=2)

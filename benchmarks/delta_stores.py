@@ -1,4 +1,4 @@
-"""What publishing only what changed takes and saves, in whole stores."""
+"""Bytes and times of publishing deltas and patches into stores, compared with full publishes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from dbuffer.io.changes import Words
 from dbuffer.io.copier import Copier
 
 _CHANGED = 0.01
-"""Of all elements, by one unit in the last place, at random places: a step of a trainer."""
+"""Share of the elements, chosen at random, that a training step changes by one unit in the last
+place."""
 
 _LINK_BYTES_PER_S = 1e9
 
@@ -35,56 +36,56 @@ class Stores:
     """Bytes and times of publishes on a network, and times of patches in shared memory."""
 
     num_bytes: int
-    """Of the model."""
+    """Size of the model."""
     delta_bytes: list[int] = field(default_factory=list)
-    """Of each publish with 1 % changed."""
+    """Size of each delta, with 1 % changed."""
     written_bytes: list[int] = field(default_factory=list)
-    """Of each, anchors included."""
+    """Bytes that each publish wrote: a delta or an anchor."""
     whole_s: list[float] = field(default_factory=list)
-    """From each call of `send` until a receiver has loaded the version, over a link of 1 GB/s."""
+    """Time of each full version on a link of 1 GB/s, from `send` until a receiver has loaded it."""
     delta_s: list[float] = field(default_factory=list)
-    """The same with 1 % changed and ``delta=True``."""
+    """Time of each delta with 1 % changed, from `send` until a receiver has loaded the version."""
     send_s: list[float] = field(default_factory=list)
     patch_s: list[float] = field(default_factory=list)
     patch_floor_s: list[float] = field(default_factory=list)
-    """To write the changed elements into two buffers, at places that are known, and no more."""
+    """Time to write the changed elements into two buffers, at known places: a lower bound."""
 
     @property
     def share(self) -> float:
-        """Of a delta, in the whole."""
+        """Median size of a delta, as a share of the model."""
         return median([float(each) for each in self.delta_bytes]) / self.num_bytes
 
     @property
     def mean_share(self) -> float:
-        """Of all that was written, anchors included."""
+        """Mean bytes that a publish wrote, as a share of the model. Anchors count."""
         return sum(self.written_bytes) / len(self.written_bytes) / self.num_bytes
 
     @property
     def loaded_share(self) -> float:
-        """Time of publishing and loading a delta over the link, of a whole version's."""
+        """Time to publish and load a delta over the link, as a share of a full version's time."""
         return median(self.delta_s) / median(self.whole_s)
 
     @property
     def patch_share(self) -> float:
-        """Time of publishing patches, of a send of all weights."""
+        """Time to publish patches, as a share of the time to send all weights."""
         return median(self.patch_s) / median(self.send_s)
 
     @property
     def patch_floor_share(self) -> float:
-        """What writing alone takes, of a send of all weights."""
+        """Lower bound of the time to publish patches, as a share of a send of all weights."""
         return median(self.patch_floor_s) / median(self.send_s)
 
 
 def _step(weights: Weights, share: float = _CHANGED) -> None:
-    """Change some elements of bfloat16 by one unit in the last place."""
+    """Change a share of each bfloat16 tensor's elements by one unit in the last place."""
     for tensor in weights.values():
         bits = tensor.view(-1).view(torch.int16)
-        places = torch.randint(len(bits), (round(share * len(bits)),))  # few come twice
+        places = torch.randint(len(bits), (round(share * len(bits)),))  # few are drawn twice
         bits[places] += 2 * torch.randint(0, 2, places.shape, dtype=torch.int16) - 1
 
 
 def run(directory: Path, *, quick: bool) -> Stores:
-    """Measure in a directory that is in shared memory, for want of a network also as one."""
+    """Measure in a directory in shared memory, also with an emulated network mount."""
     torch.manual_seed(0)
     weights = models.random_weights(models.qwen2_0_5b(width=0.25))
     stores = Stores(sum(tensor.nbytes for tensor in weights.values()))
@@ -121,7 +122,7 @@ def _files(store: Path) -> dict[Path, int]:
 
 
 def _load(folder: Path, weights: Weights, stores: Stores) -> None:
-    """Publish whole versions and deltas in turns, each until it is loaded."""
+    """Time full versions and deltas in turns, each from the publish until it is loaded."""
     target = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
     with (
         dbuffer.WeightSender(folder / "slow-whole") as whole,
@@ -137,7 +138,7 @@ def _load(folder: Path, weights: Weights, stores: Stores) -> None:
         for turn in range(1 + _ROUNDS):
             whole_s = timed(partial(publish, whole, whole_receiver))
             delta_s = timed(partial(publish, delta, delta_receiver))
-            if turn:  # the first version is whole
+            if turn:  # the first version is full in both stores
                 stores.whole_s.append(whole_s)
                 stores.delta_s.append(delta_s)
             _step(weights)
@@ -147,7 +148,7 @@ def _patch(
     whole: dbuffer.WeightSender, patched: dbuffer.WeightSender, weights: Weights, stores: Stores
 ) -> None:
     for sender in (whole, patched):
-        for _ in range(3):  # both buffers are made, and mapped
+        for _ in range(3):  # makes and maps both buffers
             sender.send(weights)
     copier = Copier()
     buffers = np.zeros((2, sum(tensor.numel() for tensor in weights.values())), np.uint16)
@@ -169,7 +170,7 @@ def _patch_of(name: str, tensor: torch.Tensor) -> dbuffer.SparsePatch:
 
 
 def _in_one(patches: Sequence[dbuffer.SparsePatch], weights: Weights) -> tuple[Integers, Words]:
-    """The same places, and bits, in all tensors as if they were one."""
+    """Return the places and values of all patches, as if all tensors were one."""
     sizes = [weights[patch.name].numel() for patch in patches]
     starts = itertools.accumulate(sizes, initial=0)
     places = [patch.indices + start for patch, start in zip(patches, starts, strict=False)]

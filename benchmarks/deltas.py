@@ -1,4 +1,4 @@
-"""What a delta takes: bytes, the time to make it, and the time to apply it."""
+"""Size of a delta, and the times to make and to apply it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ _SPREAD = 0.02
 """Standard deviation of the weights, in bf16."""
 
 _UPDATES = {1e-7: 1.46, 7e-7: 1.12, 3e-6: 0.98, 1e-5: 0.84, 4e-5: 0.70}
-"""Standard deviation of an update, and how many bytes a changed element is to take; 15 % more are
-let pass. These change about 0.5, 2.5, 8, 20 and 47 % of the elements."""
+"""Target size of a delta in bytes per changed element, by the standard deviation of an update.
+
+15 % more are allowed. The updates change about 0.5, 2.5, 8, 20 and 47 % of the elements."""
 
 _MAX_SHARE = 0.007
-"""Bytes of a delta, of all tensors' bytes, where 1 % changed by one in the last place."""
+"""Target size of a delta, as a share of all tensors' bytes, if 1 % of the elements changed by one
+unit in the last place."""
 
 _MAX_MEAN_SHARE = 0.023
 _MAX_PATCH_TIME = 0.3
@@ -52,11 +54,11 @@ COMPARE, TAKE, SCATTER = (
     "floor of find: compare, take what differs",
     "floor of apply: write alone",
 )
-"""Floors are what numpy takes at least, as if all were one tensor: to compare all words of 8 bytes
-once; to take those that differ as well; and to write the changed ones at known places."""
+"""Lower bounds, measured with numpy as if all tensors were one: to compare all words of 8 bytes; to
+also copy the words that differ; and to write the changed elements at known places."""
 
 _PIECE = 1 << 17
-"""Words of 8 bytes that are compared at a time: what stays in a core's cache."""
+"""Number of 8-byte words that are compared at a time. They fit in a core's cache."""
 
 
 class _Versions(NamedTuple):
@@ -66,7 +68,7 @@ class _Versions(NamedTuple):
 
 
 def main(options: Namespace) -> int:
-    """Measure and print; 1 if a target was missed."""
+    """Measure and print. Return 1 if a target was missed."""
     directory: Path = options.dir[0]
     environment = report.begin([directory])
     copier = Copier(_THREADS)
@@ -127,7 +129,7 @@ def _share_check(what: str, share: float, most: float = _MAX_SHARE) -> Check:
 
 
 def _bytes_an_element(spread: float, copier: Copier) -> tuple[float, float]:
-    """Share of the elements that an update changes, and bytes of the delta for each of those."""
+    """Return the share of elements that an update changes, and the bytes per changed element."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(4_000_000, generator=generator).mul_(_SPREAD)
     update = torch.randn(4_000_000, generator=generator).mul_(spread)
@@ -144,7 +146,7 @@ def _size_check(spread: float, share: float, num_bytes: float) -> Check:
 
 
 def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Times]:
-    """Bytes of a delta where 1 % changed, of all bytes; and seconds, in turns."""
+    """Return a delta's share of all bytes if 1 % changed, and times in seconds, by action."""
     before = [torch.randn(shape).mul_(_SPREAD).bfloat16() for shape in shapes.values()]
     versions = _versions(before, [models.nudged(tensor) for tensor in before])
     found = _find(versions, copier)
@@ -190,7 +192,7 @@ def _find_and_hash(versions: _Versions, copier: Copier) -> None:
 
 
 def _compare(before: FileTensors, after: FileTensors, copier: Copier, *, takes: bool) -> None:
-    """See whether words of 8 bytes differ, and take those that do, as simply as numpy can."""
+    """Compare words of 8 bytes with numpy. If ``takes``, also copy the words that differ."""
     old, new = (np.frombuffer(one.raw, np.uint64) for one in (before, after))
     cuts = [(at, min(at + _PIECE, len(old))) for at in range(0, len(old), _PIECE)]
 
