@@ -1,4 +1,4 @@
-"""A real vLLM engine in this process, on a model of random weights made on the spot."""
+"""Real vLLM engines, started from models with random weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _SCALE = 0.1
-"""Of random weights: large enough for layers to outweigh the tied embedding in the tokens."""
+"""Scale of random weights: so large that the layers decide the tokens, not the tied embedding."""
 
 _CACHE_BLOCK_TOKENS = 32
-_PROMPTS = (range(1, 6), range(200, 300))  # one longer than a cache block
+_PROMPTS = (range(1, 6), range(200, 300))  # the second is longer than a cache block
 _TOKENS = 8
 
 Tokens = list[list[int]]
@@ -31,7 +31,7 @@ Tokens = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that an engine can be started on."""
+    """Model to start an engine from."""
 
     name: str
     shapes: Shapes
@@ -39,12 +39,12 @@ class Model:
 
     @property
     def title(self) -> str:
-        """Its name, dtype and size."""
+        """Name, dtype and size of the model."""
         size = models.num_bytes(self.shapes) / 1e9
         return f"{self.name} in bfloat16, {size:.2f} GB in {len(self.shapes):,} tensors"
 
     def weights(self, seed: int) -> Weights:
-        """Random ones; page-locked where there is a GPU to copy them to."""
+        """Return random weights, in page-locked memory if there is a GPU."""
         torch.manual_seed(seed)
         weights = models.random_weights(self.shapes)
         for name, tensor in weights.items():
@@ -54,7 +54,7 @@ class Model:
         return weights
 
     def config(self) -> Any:
-        """As Hugging Face has it."""
+        """Return the model's configuration for transformers."""
         from transformers import Qwen2Config, Qwen3MoeConfig
 
         shapes = self.shapes
@@ -88,14 +88,14 @@ class Model:
 
 
 class Checkpoint:
-    """A Hugging Face checkpoint of one safetensors file, to be saved anew."""
+    """Hugging Face checkpoint with one safetensors file, which can be saved repeatedly."""
 
     def __init__(self, directory: Path, model: Model) -> None:
         self.directory = directory
         model.config().save_pretrained(directory)
 
     def save(self, weights: Weights) -> None:
-        """Write a new file, as trainers do; nobody's mapping of the old one is touched."""
+        """Write a new file, as trainers do, so that mappings of the old file keep its data."""
         from safetensors.torch import save_file
 
         path = self.directory / "model.safetensors"
@@ -107,18 +107,18 @@ def import_vllm(*, live: bool) -> None:
     """Import vLLM, with engines in this process.
 
     Args:
-        live: without vLLM's packing of weights for oneDNN, which it does on CPUs only: parameters
-            are then read where they lie, as on a GPU.
+        live: disable vLLM's packing of weights for oneDNN (on CPUs). Layers then compute with
+            their parameters as they were loaded, as on a GPU.
     """
     os.environ.update(_ENVIRONMENT)  # read when vLLM is imported
     from vllm import _custom_ops
 
     if live:
-        _custom_ops._supports_onednn = False  # noqa: SLF001 - it has no public switch
+        _custom_ops._supports_onednn = False  # noqa: SLF001 - no public option
 
 
 def versions() -> dict[str, str]:
-    """Of what an engine is made of, and the GPU that it is on."""
+    """Return the versions of vLLM and transformers, and the GPU."""
     [distribution, *_] = packages_distributions()["vllm"]
     packages = {name: version(name) for name in (distribution, "transformers")}
     if not torch.cuda.is_available():
@@ -131,10 +131,10 @@ def versions() -> dict[str, str]:
 
 
 def start_engine(checkpoint: Checkpoint, *, live: bool, **more: Any) -> Any:
-    """A ``vllm.LLM`` on what the checkpoint holds, that takes weights from dbuffer.
+    """Start a ``vllm.LLM`` from a checkpoint, with dbuffer as its weight-transfer backend.
 
     Args:
-        checkpoint: the model.
+        checkpoint: checkpoint of the model.
         live: see :func:`import_vllm`.
         more: arguments of vLLM's engine.
     """
@@ -145,9 +145,9 @@ def start_engine(checkpoint: Checkpoint, *, live: bool, **more: Any) -> Any:
 
 
 def start_async_engine(checkpoint: Checkpoint, *, max_num_seqs: int, **more: Any) -> Any:
-    """An ``AsyncLLM`` of the same, with its engine core in a process of its own.
+    """Start an ``AsyncLLM`` from a checkpoint, with its engine core in another process.
 
-    ``more``: arguments of vLLM's engine.
+    ``more`` has arguments of vLLM's engine.
     """
     import_vllm(live=False)
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -174,7 +174,7 @@ def _arguments(checkpoint: Checkpoint, *, max_num_seqs: int) -> dict[str, Any]:
 
 
 def greedy_tokens(llm: Any) -> Tokens:
-    """What an engine answers a few fixed prompts with, from empty caches."""
+    """Return an engine's greedy answers to fixed prompts, computed with empty caches."""
     import vllm
 
     llm.reset_prefix_cache()

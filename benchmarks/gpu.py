@@ -1,11 +1,12 @@
-"""Publish from a GPU and switch one, beside copies of the same bytes from page-locked memory.
+"""Publishes from a GPU and switches on a GPU, compared with copies from page-locked memory.
 
-The parts run from the shortest to the longest, for at most eight minutes. The figures so far are in
-the file of ``--json`` at any time. An error, or too little time, ends only its part.
+The parts run from the shortest to the longest, for at most eight minutes in all. The file of
+``--json`` always has the results so far. An error ends only its part, and a part that would take
+too long is left out.
 
 Needs torch with CUDA, tensordict, watchdog, xxhash, zstandard, numpy and safetensors; no network.
-With pytest, it also tests; with vLLM, it also measures real engines. The engine of all other parts
-is a model whose parameters lie as vLLM's do (fused).
+With pytest, the benchmark also runs tests; with vLLM, it also measures real engines. All other
+parts use a model with fused parameters, as in vLLM, in place of an engine.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _TESTS_S = 120.0
 
 _ROUNDS = 3
 _WARM_UPS = 4
-"""Switches before the measured ones: the first verifies the plan; buffers are page-locked when they
-are written, or read, the second time."""
+"""Switches before the measured ones. The first one verifies the plan, and buffers are page-locked
+when they are written or read for the second time."""
 
 _NUM_STEPS = 200
 
@@ -57,19 +58,19 @@ _SPEEDS = {
     "publish" + _CHANGED: 1 / 1.1,
     "stage" + _CHANGED: 1 / 1.2,
 }
-"""Targets: least speeds, as multiples of the limit's speed. A version of 1 GB is not judged,
-because a fixed cost of 6 ms counts too much there."""
+"""Targets: minimum speeds, as multiples of the limit's speed. A version of 1 GB has no target,
+because a fixed cost of 6 ms is a large part of its time."""
 
 _JUDGED_BYTES = 7e9
 
 _ON_DEVICE_MS: dict[float, float] = {1: 4.0, 16: 15.0}
-"""Targets: milliseconds of a commit that was staged on the GPU, by GB."""
+"""Targets: most milliseconds to commit a version that was staged on the GPU, by its size in GB."""
 
 _WIDTHS = {1: 1.0, 8: 3.125, 16: 4.5, 32: 6.5}
-"""Width of the layers that makes about so many GB."""
+"""Factor of the layers' width, by the approximate size in GB that it gives."""
 
 _ON_CPU = {0.005: 0.02, 0.01: 0.03}
-"""The same with main memory as the device, to try the program."""
+"""Factor of the layers' width, by size in GB, to try the program without a GPU."""
 
 _ENGINES_AFTER = 8
 """Size in GB after which real engines are measured."""
@@ -78,7 +79,7 @@ _ENGINES_AFTER = 8
 def main(options: Namespace) -> int:
     """Measure and print, or say that there is no GPU."""
     if not (options.cpu or torch.cuda.is_available()):
-        print("There is no GPU here, nothing to measure.")
+        print("nothing to measure: there is no GPU")
         return 0
     more = {"GPU": "none: main memory is the device"}
     if not options.cpu:
@@ -99,7 +100,7 @@ def main(options: Namespace) -> int:
 
 
 class Figures:
-    """Times of ways in seconds, by size in GB, and the outcome of each part."""
+    """Measured times in seconds, by size in GB and by way, and the outcome of each part."""
 
     def __init__(self, environment: dict[str, str], file: Path | None) -> None:
         self._file = file
@@ -108,7 +109,7 @@ class Figures:
         self._found: dict[str, Any] = {"environment": environment, "parts": {}}
         self._part: dict[str, list[float]] = {}
         self._durations_s: dict[str, float] = {}
-        """Of each kind of part, for a GB."""
+        """Seconds per GB that the last part of each kind took."""
 
     @property
     def _left_s(self) -> float:
@@ -173,7 +174,7 @@ class Figures:
         }
         unfinished = self._file.with_suffix(".tmp")
         unfinished.write_text(json.dumps(self._found, indent=1))
-        unfinished.replace(self._file)  # whole, even if this program is killed
+        unfinished.replace(self._file)  # atomic: a killed program leaves no half-written file
 
 
 def _row(
@@ -207,11 +208,11 @@ def _limit_of(way: str) -> str:
 def _measure(
     figures: Figures, size_gb: float, width: float, directory: Path, device: torch.device
 ) -> None:
-    """Measure a version of one size: each way, and the copies of as many bytes that limit it.
+    """Measure a version of one size: all ways, and copies of as many bytes as lower bounds.
 
-    *Stage*: from the store into page-locked memory, in the layout of an engine that fuses q, k and
-    v, gate and up; or into the GPU's. *Commit*: from there into the engine's parameters; the engine
-    pauses for it. *Attest*: compare the parameters with the staged version; the engine serves.
+    *Stage*: copy from the store into page-locked memory or into the GPU's memory, in the layout of
+    an engine with fused parameters. *Commit*: copy the staged version into the engine's parameters,
+    in a pause. *Attest*: compare the parameters with the staged version, while the engine serves.
     *Step*: read all parameters once, as decoding does, alone or while a version is staged.
     """
     shapes = models.qwen2_0_5b(width=width)
@@ -239,7 +240,7 @@ def _measure_store(
         dbuffer.WeightReceiver(store) as receiver,
         PlannedReceiver(store, shapes, device, stages_on_device=kind == _ON_DEVICE) as engine,
     ):
-        # Only once, as it takes as much memory as the model.
+        # Measure receiving in one part only: the received weights need as much memory as the model.
         received = {} if kind else {name: torch.zeros_like(t) for name, t in weights.items()}
         for index in range(_WARM_UPS + _ROUNDS):
             _change(weights, share)
@@ -274,7 +275,7 @@ def _measure_steps(
     weights: Weights,
     kind: str,
 ) -> None:
-    """Measure the time between two tokens, with an engine that only reads its weights."""
+    """Measure inter-token latency, with an engine whose steps only read its weights."""
     step = _step_of(engine.model)
     alone_s = [_finished_s(step) for _ in range(_NUM_STEPS)]
     beside_s: list[float] = []
@@ -311,10 +312,10 @@ def _step_of(model: FusedModel) -> Callable[[], None]:
 def _measure_copies(
     figures: Figures, weights: Weights, device: torch.device, *, has_all: bool
 ) -> None:
-    """Measure copies of all tensors from and to a GPU, by all ways, or by the fastest alone."""
+    """Measure copies of all tensors from and to a GPU, in the fastest way or in all ways."""
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     on_gpu = list(weights.values())
-    # Not torch's own page-locked memory, which it rounds up to a power of two, and keeps.
+    # Don't use torch's page-locked memory: torch rounds its size up to a power of 2, and keeps it.
     memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     page_locked = _cut(memory, on_gpu)
     mapped = _cut(torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8), on_gpu)
@@ -347,7 +348,7 @@ def _measure_copies(
 
 
 def _cut(memory: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Cut memory into tensors of these shapes."""
+    """Cut memory into tensors with the shapes and dtypes of ``like``."""
     parts = torch.split(memory, [tensor.nbytes for tensor in like])
     return [
         part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, like, strict=True)
@@ -360,7 +361,7 @@ def _copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
 
 
 def _change(weights: Weights, share: float) -> None:
-    """Change such a share of the elements of each tensor by one in the last place."""
+    """Change a share of each tensor's elements by one unit in the last place."""
     for tensor in weights.values():
         bits = tensor.view(-1).view(torch.int16)
         if share == 1.0:
@@ -374,7 +375,7 @@ def _change(weights: Weights, share: float) -> None:
 def _require_equal(weights: Weights, received: Weights) -> None:
     for name, tensor in received.items():
         if not torch.equal(tensor, weights[name]):
-            raise RuntimeError(f"dbuffer did not bring {name} over")
+            raise RuntimeError(f"dbuffer delivered wrong values of {name}")
 
 
 def _finished_s(action: Callable[[], object]) -> float:

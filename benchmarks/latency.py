@@ -1,4 +1,4 @@
-"""How long streams wait for their next token while new weights come: a histogram."""
+"""Inter-token latency of streams while an engine gets new weights."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ NOTHING, OURS, THEIRS = "no new weights", "dbuffer", "vLLM, from safetensors"
 
 _NUM_STREAMS = 8
 _TOKENS = 100
-"""Of an answer."""
+"""Number of tokens in an answer."""
 _PROMPT = list(range(200, 220))
 _EVERY_S = 2.0
-"""From the end of one switch to the next publish."""
+"""Time from the end of a switch to the next publish."""
 _STRETCH_S, _ROUNDS = 16.0, 3
 _QUICK_STRETCH_S, _QUICK_ROUNDS = 6.0, 1
 _WARMING = 3
-"""Switches before the first that counts: dbuffer proves its plan, vLLM allocates its memory."""
+"""Switches before the measured ones: dbuffer verifies its plan, and vLLM allocates memory."""
 _SHARES = (0.5, 0.9, 0.99, 0.999)
 _TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True)
 class Seen:
-    """What all streams saw while new weights came in one way."""
+    """Measurements of all streams while new weights came in one way."""
 
     versions: int = 0
     lasted_s: float = 0.0
     num_tokens: int = 0
     gaps_s: list[float] = field(default_factory=list)
-    """Between two tokens of an answer."""
+    """Times between two tokens of an answer."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all streams."""
+        """Throughput of all streams together."""
         return self.num_tokens / self.lasted_s
 
     def shares_ms(self) -> dict[str, float]:
-        """Return the milliseconds that so large a share of the gaps took at most."""
+        """Return percentiles of the gaps in milliseconds, and the longest gap as ``most``."""
         gaps_ms = sorted(1e3 * gap_s for gap_s in self.gaps_s)
         shares = {f"{share:.1%}": gaps_ms[int(share * len(gaps_ms))] for share in _SHARES}
         return shares | {"most": gaps_ms[-1]}
 
     def buckets(self) -> Counter[int]:
-        """How many gaps were below 1 ms, from there to 2 ms, to 4 ms, and so on."""
+        """Return the number of gaps by bucket: below 1 ms, 1 to 2 ms, 2 to 4 ms, and so on."""
         return Counter(int(1e3 * gap_s).bit_length() for gap_s in self.gaps_s)
 
 
@@ -88,7 +88,7 @@ def main(options: Namespace) -> int:
 
 
 def _train(connection: Connection, folder: Path, model: Model) -> None:
-    """Publish, or save a checkpoint, whenever told to; in a process of its own, as trainers do."""
+    """Run as the trainer's process: publish, or save a checkpoint, at each request."""
     both = [model.weights(seed) for seed in (0, 1)]
     checkpoint = Checkpoint(folder / "checkpoint", model)
     checkpoint.save(both[0])
@@ -127,7 +127,7 @@ async def _measure(
 
 
 class Updates:
-    """Brings a version from the trainer to the engine, in any of the ways."""
+    """Brings versions from the trainer to the engine, in any of the ways."""
 
     def __init__(
         self, engine: Any, follower: Any, trainer: Connection, checkpoint: Checkpoint
@@ -138,7 +138,7 @@ class Updates:
         self._path = str(checkpoint.directory)
 
     async def bring(self, way: str) -> None:
-        """Let the trainer publish, and wait until the engine serves what it published."""
+        """Let the trainer publish a version, and wait until the engine serves it."""
         self._trainer.send(way)
         version = await asyncio.to_thread(reply, self._trainer)
         if way == OURS:
@@ -152,7 +152,7 @@ class Updates:
 
 
 async def _stretch(updates: Updates, way: str, seen: Seen, lasts_s: float) -> None:
-    """Let all streams ask for a while, as versions come."""
+    """Run all streams for ``lasts_s`` seconds, while new versions come."""
     deadline = time.monotonic() + lasts_s
     async with streams(updates.engine, _NUM_STREAMS, seen):
         while way != NOTHING and time.monotonic() + _EVERY_S < deadline:
@@ -164,7 +164,7 @@ async def _stretch(updates: Updates, way: str, seen: Seen, lasts_s: float) -> No
 
 @contextlib.asynccontextmanager
 async def streams(engine: Any, num_streams: int, seen: Seen) -> AsyncIterator[None]:
-    """Let streams ask one question after the other as long as the block lasts."""
+    """Run streams, each with one request after another, until the ``with`` block ends."""
     started = time.monotonic()
     asking = [asyncio.create_task(_ask(engine, number, seen)) for number in range(num_streams)]
     try:
@@ -175,7 +175,7 @@ async def streams(engine: Any, num_streams: int, seen: Seen) -> AsyncIterator[No
             stream.cancel()
         for outcome in await asyncio.gather(*asking, return_exceptions=True):
             if not isinstance(outcome, asyncio.CancelledError):
-                raise RuntimeError("a stream has ended") from outcome
+                raise RuntimeError("a stream failed") from outcome
 
 
 async def _ask(engine: Any, number: int, seen: Seen) -> None:
@@ -189,13 +189,13 @@ async def _ask(engine: Any, number: int, seen: Seen) -> None:
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-    # Of different lengths, so that answers neither begin nor end together.
+    # Prompts have different lengths, so that answers do not begin and end together.
     prompt = {"prompt_token_ids": _PROMPT[number:]}
     while True:
         at = None
         async for output in engine.generate(prompt, parameters, f"{number}-{time.monotonic()}"):
             now = time.monotonic()
-            seen.num_tokens += len(output.outputs[0].token_ids)  # several, if this came late
+            seen.num_tokens += len(output.outputs[0].token_ids)  # several if the output came late
             if at is not None:
                 seen.gaps_s.append(now - at)
             at = now

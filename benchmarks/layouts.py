@@ -1,4 +1,4 @@
-"""A model whose parameters lie as an engine has them, and what switches it by a plan."""
+"""Model with fused parameters, as in an engine, and a receiver that switches it by a plan."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-"""Which published tensors are parts of which parameter, one behind the other."""
+"""Fused parameter of a published tensor, and the tensor's position among the parameter's parts."""
 
 _TIMEOUT_S = 120.0
 
 
 class FusedModel(nn.Module):
-    """Parameters of published tensors, q, k and v in one, gate and up in one.
+    """Model with one parameter for q, k and v, and one for gate and up.
 
     Args:
-        shapes: of the published tensors.
-        device: where the parameters are.
+        shapes: shapes of the published tensors.
+        device: device of the parameters.
     """
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class FusedModel(nn.Module):
             self.register_parameter(fused, nn.Parameter(data, requires_grad=False))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy each tensor into its part."""
+        """Copy each tensor into its part of a parameter."""
         for name, tensor in weights:
             fused, index = _place_of(name)
             rows = self._rows[fused]
@@ -67,7 +67,7 @@ class FusedModel(nn.Module):
             part.copy_(tensor)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:  # noqa: ARG002
-        """Reload as an engine does, where nothing is derived from weights."""
+        """Load weights as an engine's reload does. This model derives nothing from its weights."""
         self.load_weights(tensors)
 
 
@@ -80,11 +80,11 @@ def _place_of(name: str) -> tuple[str, int]:
 
 class _Watched(MetaModel):  # type: ignore[no-untyped-call]
     def require_complete(self) -> None:
-        """All are there."""
+        """Do nothing: all tensors of the model are published."""
 
 
 class _Rank(EngineRank):
-    """A model on a device, or in main memory as if on one; never refused, without checkpoint."""
+    """Engine rank with a :class:`FusedModel`, which counts as on a GPU even in main memory."""
 
     on_device = True
 
@@ -99,17 +99,17 @@ class _Rank(EngineRank):
 
 
 class Switched(NamedTuple):
-    """What a switch took."""
+    """Times and size of a switch."""
 
     staging_s: float
     commit_s: float
     staged_bytes: int
     is_patched: bool
-    """Whether only what a delta changed was written."""
+    """Whether the switch wrote only the elements that a delta changed."""
 
 
 class PlannedReceiver(Closing):
-    """Follows a store for such a model, as a rank of an engine does."""
+    """Follows a store for a :class:`FusedModel`, as an engine's rank does."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class PlannedReceiver(Closing):
         self._loads.close()
 
     def switch(self, at_least: int | None = None) -> Switched:
-        """Switch to the newest version that the engine does not have; wait for ``at_least``."""
+        """Switch to the newest staged version. Wait until it is at least ``at_least``."""
         staged = self._stager.take(at_least=at_least, timeout_s=_TIMEOUT_S)
         start_s = time.perf_counter()
         self._loads.load(staged)
@@ -161,19 +161,19 @@ class PlannedReceiver(Closing):
         return Switched(staged.duration_s, commit_s, staged.num_bytes, is_patched)
 
     def is_ready(self, version: int) -> bool:
-        """Whether this version is staged."""
+        """Whether a version is staged."""
         return self._stager.reserve(version)
 
     def attest_s(self) -> float:
         """Wait until the last switch is attested; return the seconds that comparing took.
 
         Raises:
-            RuntimeError: the model has other weights than were staged.
+            RuntimeError: the model's weights differ from the staged version.
         """
         while self._stager.compared is None:
             time.sleep(0.001)
         if differing := self._stager.differing:
-            raise RuntimeError(f"the switch left other weights than were staged: {differing}")
+            raise RuntimeError(f"parameters differ from the staged version: {differing}")
         return self._attest_s
 
     def _attest(self, staged: Staged, is_wanted: Callable[[], bool]) -> Sequence[str] | None:
@@ -183,9 +183,9 @@ class PlannedReceiver(Closing):
         return differing
 
     def require_right(self, weights: Weights) -> None:
-        """Raise RuntimeError unless the model has what its own loaders make of these."""
+        """Raise a RuntimeError if the model differs from a model that loaded ``weights`` itself."""
         right = self._make_model()
         right.load_weights(weights.items())
         for name, parameter in right.named_parameters():
             if not torch.equal(parameter, self.model.get_parameter(name)):
-                raise RuntimeError(f"the plan did not bring {name} over")
+                raise RuntimeError(f"the plan wrote wrong values into {name}")

@@ -1,6 +1,6 @@
-"""Extension of vLLM's workers: layers that stay live, and when the rank staged a version.
+"""Extension of vLLM's workers that keeps layers live, and notes when a rank stages a version.
 
-vLLM imports it in each worker, before the model is loaded.
+vLLM imports this module in each worker, before it loads the model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from vllm import _custom_ops
 from benchmarks.steps import Marks
 from dbuffer.receive.stager import Stager
 
-# Parameters are read where they lie, as on a GPU; vLLM has no public switch.
+# Disable packing: layers then compute with their parameters as loaded. vLLM has no public option.
 _custom_ops._supports_onednn = False  # noqa: SLF001
 torch.cpu._is_amx_tile_supported = lambda: False  # noqa: SLF001
 

@@ -53,7 +53,7 @@ def _measure_engine(folder: Path, model: Model, quantization: str, rounds: int) 
 def _measure(
     llm: Any, store: Path, weights: Weights, rounds: int
 ) -> Mapping[str, list[tuple[float, float]]]:
-    """Return seconds of pauses, and of staging, by way."""
+    """Return the times of the pause and of staging in seconds, by way."""
     samples: dict[str, list[tuple[float, float]]] = {_IMAGES: [], _RELOAD: [], _MEMCPY: []}
     parameters = _parameters(llm)
     copies = [tensor.clone() for tensor in parameters]
@@ -75,7 +75,7 @@ def _measure(
 def _last_switch(
     llm: Any, store: Path, sender: dbuffer.WeightSender, weights: Weights, *, plan: bool
 ) -> Any:
-    """Follow a store for two versions; with a plan, the first one verifies it."""
+    """Follow a store for two versions; return the second switch. The first verifies the plan."""
     from dbuffer.integrations.vllm import follow
 
     switch = None

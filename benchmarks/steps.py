@@ -1,4 +1,4 @@
-"""Where the time goes while an engine switches."""
+"""Times of the steps of an engine's switch."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ STEPS = (
 
 
 class Stopwatch:
-    """Times functions that others call; what a step takes inside another is not the other's.
+    """Measures the time in watched functions, by step. An outer step excludes its inner steps.
 
-    It serves one thread: functions that are watched must be called by no other.
+    Only one thread may call the watched functions.
     """
 
     def __init__(self) -> None:
@@ -50,21 +50,21 @@ class Stopwatch:
         self._inner_s: list[float] = []
 
     def read(self) -> dict[str, float]:
-        """Seconds of each step since this was called before."""
+        """Return the seconds of each step since the last call of this method."""
         steps_s, self._steps_s = dict(self._steps_s), defaultdict(float)
         return steps_s
 
     def watch(self, owner: Any, function: Callable[..., Any], step: str) -> None:
-        """Count every call of a method of ``owner`` from now on as ``step``.
+        """Count later calls of a method of ``owner`` as ``step``.
 
-        It is given itself, and not by its name, so that a type check misses it when it goes.
+        Pass the function, not its name, so that a type check reports a function that was removed.
         """
         setattr(owner, function.__name__, self._timed(function, step))
 
     def watch_everywhere(
         self, packages: tuple[str, ...], function: Callable[..., Any], step: str
     ) -> None:
-        """Count every call of a function, by whatever module of these packages, as ``step``."""
+        """Count later calls of a function, from all modules of ``packages``, as ``step``."""
         timed = self._timed(function, step)
         for name, module in list(sys.modules.items()):
             is_watched = name.partition(".")[0] in packages
@@ -96,16 +96,16 @@ class Stopwatch:
 class Marks:
     """Beginning and end of the last call of each watched function, by `time.monotonic`.
 
-    One clock for all processes on Linux.
+    On Linux, all processes share this clock.
     """
 
     def __init__(self) -> None:
         self.last: dict[str, tuple[float, float]] = {}
 
     def watch(self, owner: type, function: Callable[..., Any]) -> None:
-        """Note every call of a method of ``owner`` from now on, under the method's name.
+        """Note later calls of a method of ``owner``, under the method's name.
 
-        It is given itself, and not by its name, so that a type check misses it when it goes.
+        Pass the function, not its name, so that a type check reports a function that was removed.
         """
         name = function.__name__
 
@@ -121,13 +121,13 @@ class Marks:
 
 
 def synchronize() -> None:
-    """Wait for what a GPU has yet to do, where there is one."""
+    """Wait until the GPU, if there is one, has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def watch_steps(llm: Any) -> Stopwatch:
-    """A stopwatch on all that happens while an engine switches, in vLLM's code and in ours."""
+    """Return a stopwatch for all steps of a switch, in vLLM's code and in dbuffer's."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
