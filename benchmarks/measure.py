@@ -10,7 +10,7 @@ __all__ = ["median", "percentile", "timed"]
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds that ``action`` takes."""
+    """Return the seconds that ``action`` takes."""
     start_s = time.perf_counter()
     action()
     return time.perf_counter() - start_s

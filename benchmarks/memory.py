@@ -11,7 +11,7 @@ _SAMPLE_S = 0.01
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that is no file's."""
+    """Return the size of a process's anonymous memory, which belongs to no file."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -19,9 +19,10 @@ def anonymous_bytes(pid: int) -> int:
 
 
 class NodeMemory:
-    """Anonymous memory of some processes, and files in memory: a store's, and those without a name.
+    """Memory of processes and of a store on one node.
 
-    Each file counts once.
+    It consists of the processes' anonymous memory, the store's files, and dbuffer's files without a
+    name (memfd). Each file counts once.
     """
 
     def __init__(self, pids: Sequence[int], store: Path) -> None:
@@ -30,22 +31,22 @@ class NodeMemory:
         self.peak_bytes = 0
 
     def store_bytes(self) -> int:
-        """Bytes that the store takes."""
+        """Return the size of the store's files."""
         return 512 * sum(path.stat().st_blocks for path in self._store.glob("**/*"))
 
     def in_use(self) -> int:
-        """Bytes that are in use now."""
+        """Return the bytes that are in use now."""
         nameless = dict(item for pid in self._pids for item in _files_without_names(pid))
         return sum(map(anonymous_bytes, self._pids)) + sum(nameless.values()) + self.store_bytes()
 
     @contextlib.contextmanager
     def sampled(self) -> Iterator[None]:
-        """Set :attr:`peak_bytes` to the most that was in use in the block."""
+        """Sample the memory until the ``with`` block ends, and set :attr:`peak_bytes`."""
         self.peak_bytes, is_over = 0, threading.Event()
 
         def sample() -> None:
             while not is_over.wait(_SAMPLE_S):
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone meanwhile
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # removed or ended
                     self.peak_bytes = max(self.peak_bytes, self.in_use())
 
         sampler = threading.Thread(target=sample)

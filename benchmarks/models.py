@@ -1,4 +1,4 @@
-"""The tensors to move: names and shapes of real models, scaled to fit the machine."""
+"""Names and shapes of real models' tensors, scaled to fit the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPE = torch.bfloat16
 
 
 def qwen2_0_5b(*, width: float = 1.0) -> Shapes:
-    """Qwen2.5-0.5B's 290 tensors (embeddings tied); ``width`` scales every layer's width."""
+    """Return the shapes of Qwen2.5-0.5B, with tied embeddings. ``width`` scales each layer."""
     hidden, intermediate, key_value = int(896 * width), int(4864 * width), int(128 * width)
     layer: Shapes = {
         "self_attn.q_proj.weight": (hidden, hidden),
@@ -38,9 +38,10 @@ def qwen2_0_5b(*, width: float = 1.0) -> Shapes:
 
 
 def qwen3_30b_a3b(*, narrowing: int, layers: int = 48, head: int = 128) -> Shapes:
-    """Qwen3-30B-A3B's 18,867 tensors (128 experts a layer), each width divided by ``narrowing``.
+    """Return the shapes of Qwen3-30B-A3B (128 experts per layer), divided by ``narrowing``.
 
-    ``head``: the width of an attention head; an engine wants one at least of keys and values.
+    ``head`` is the width of an attention head. An engine needs at least one head of keys and
+    values.
     """
     hidden, expert = 2048 // narrowing, 768 // narrowing
     query, key_value = 4096 // narrowing, 512 // narrowing
@@ -69,7 +70,7 @@ def qwen3_30b_a3b(*, narrowing: int, layers: int = 48, head: int = 128) -> Shape
 
 
 def tiny() -> Shapes:
-    """Shape a model so small that publishing it costs no more than turning the pointer."""
+    """Return shapes so small that a publish takes hardly longer than the flip of the pointer."""
     return {f"layers.{index}.weight": (64, 64) for index in range(4)}
 
 
@@ -82,12 +83,12 @@ def _repeat(layer: Mapping[str, tuple[int, ...]], *, layers: int) -> Shapes:
 
 
 def num_bytes(shapes: Shapes) -> int:
-    """Bytes of all tensors together."""
+    """Return the size of all tensors together."""
     return DTYPE.itemsize * sum(math.prod(shape) for shape in shapes.values())
 
 
 def random_weights(shapes: Shapes) -> Weights:
-    """Tensors of these shapes, no two alike, each its own allocation as a parameter is."""
+    """Return different random tensors, each in its own allocation, as parameters are."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     noise = torch.empty(max(sizes) + len(sizes), dtype=DTYPE).uniform_(-1, 1)
     return {
@@ -97,7 +98,7 @@ def random_weights(shapes: Shapes) -> Weights:
 
 
 def nudged(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with 1 % of the elements moved up or down by one in the last place."""
+    """Return a copy of a tensor with 1 % of the elements changed by one unit in the last place."""
     bits = tensor.clone().view(torch.int16)
     chance = torch.rand(bits.shape)
     bits += (chance < 0.005).short() - (chance > 0.995).short()
@@ -105,5 +106,5 @@ def nudged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def warm_destination(shapes: Shapes) -> Weights:
-    """Tensors to receive into, every page of them touched."""
+    """Return tensors to receive into. All their pages have been touched."""
     return {name: torch.zeros(shape, dtype=DTYPE).fill_(0) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""From a trainer's `send` to the first token of the new weights; tokens and memory meanwhile."""
+"""Time from a trainer's `send` to the first token of the new weights; throughput and memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PARTS = (
 )
 _NUM_STREAMS = 16
 _WARMING = 4
-"""Switches before the first that counts: buffers are filled, copies verified."""
+"""Switches before the measured ones: they fill the buffers and verify the plan."""
 _ROUNDS, _QUICK_ROUNDS = 10, 4
 _EVERY_S = 1.0
 _STRETCH_S, _QUICK_STRETCH_S = 8.0, 4.0
@@ -64,13 +64,13 @@ _PAUSES: dict[PauseMode, dict[str, Any]] = {
     "keep": {},
     "in_place": {"enable_prefix_caching": False},
 }
-"""Pauses in which requests go on, and what an engine is started with for each."""
+"""Pause modes that keep requests in flight, and the engine's arguments for each mode."""
 _LIVE = "benchmarks.live_worker.LiveWorker"
 _IN_MOVED_TO = 0x80
 
 
 class Sent(NamedTuple):
-    """A version, and when it was published, by `time.monotonic`."""
+    """Published version, with times by `time.monotonic`."""
 
     version: int
     called_at: float
@@ -80,7 +80,7 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class Found:
-    """All that a run measured."""
+    """All measurements of a run."""
 
     model: Model
     streamed: Model
@@ -88,24 +88,24 @@ class Found:
     """Model of the engine with several ranks, among which its heads are divided."""
     parts_s: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     alone_s: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """Steps that cannot be left out, each alone, in the same turns as switches."""
+    """Times of necessary steps alone, measured in turn with switches."""
     notices_s: list[float] = field(default_factory=list)
     bare_notices_s: list[float] = field(default_factory=list)
-    """Of these versions and those before the first that counts, by a process that only waits."""
+    """Delays until a process that only waits notices a version. Warm-up versions count, too."""
     rates: dict[str, dict[str, Seen]] = field(default_factory=dict)
-    """By what becomes of requests in flight, and what happens every second."""
+    """Throughput by pause mode, and by the event that happens every second."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
 
     def part_s(self, key: str, part: str) -> float:
-        """The median of one part."""
+        """Return the median time of one part."""
         return median([parts[part] for parts in self.parts_s[key]])
 
     def served_s(self, key: str) -> float:
-        """The median from the call of `send` to the first token."""
+        """Return the median time from the call of `send` to the first token."""
         return median([sum(parts.values()) for parts in self.parts_s[key]])
 
     def alone(self, key: str, step: str) -> float:
-        """The median of a step alone."""
+        """Return the median time of a step alone."""
         return median(self.alone_s[key][step])
 
 
@@ -145,7 +145,7 @@ def _model(width: float, head_size: int) -> Model:
 
 
 def _train(connection: Connection, folder: Path, model: Model) -> None:
-    """Publish, or copy as many bytes, whenever told to; in a process of its own, as trainers do."""
+    """Run as the trainer's process: publish, copy or compare the weights, at each request."""
     weights, others = model.weights(0), model.weights(1)
     Checkpoint(folder / "checkpoint", model).save(weights)
     halves = HalvesCopy(models.warm_destination(model.shapes))
@@ -174,7 +174,7 @@ def _train(connection: Connection, folder: Path, model: Model) -> None:
 
 
 def _note_moves(connection: Connection, store: Path) -> None:
-    """Note when the pointer of a store is replaced, until told to send the times."""
+    """Note the times at which a store's pointer is replaced; send them at the first request."""
     store.mkdir(mode=0o700)
     system = ctypes.CDLL(None, use_errno=True)
     inotify = system.inotify_init1(os.O_CLOEXEC)
@@ -191,13 +191,13 @@ def _note_moves(connection: Connection, store: Path) -> None:
 
 
 def _compare(before: models.Weights, after: models.Weights) -> None:
-    """See where words of 8 bytes differ, and no more."""
+    """Compare all words of 8 bytes: a lower bound of finding a delta."""
     for name, old in before.items():
         torch.ne(*(each.reshape(-1).view(torch.int64) for each in (old, after[name])))
 
 
 class Followed:
-    """An engine that follows a store, and the trainer that publishes into it."""
+    """Engine that follows a store, and the trainer that publishes into the store."""
 
     def __init__(
         self, engine: Any, follower: Any, trainer: Connection, pause: PauseMode = "keep"
@@ -211,12 +211,12 @@ class Followed:
         self._marks = _follower_marks()
 
     async def ask_trainer(self, what: str) -> Any:
-        """Let the trainer do something, and wait for its answer."""
+        """Send a request to the trainer, and return its answer."""
         self._trainer.send(what)
         return await asyncio.to_thread(reply, self._trainer)
 
     async def publish(self, what: str) -> Sent:
-        """Publish, and wait until the engine serves that."""
+        """Publish a version, and wait until the engine serves it."""
         sent: Sent = await self.ask_trainer(what)
         await self._follower.wait_applied_async(sent.version, _TIMEOUT_S)
         self.version = sent.version
@@ -224,7 +224,7 @@ class Followed:
         return sent
 
     async def bring(self, what: str) -> dict[str, float]:
-        """Publish, wait for the first token, and return what each part took, in seconds."""
+        """Publish a version, wait for the first token, and return the seconds of each part."""
         sent = await self.publish(what)
         first_token_at = await self.first_token()
         [rank] = await self.engine.collective_rpc("benchmark_marks")
@@ -244,7 +244,7 @@ class Followed:
         return {part: end - start for part, start, end in zip(PARTS, starts, ends, strict=False)}
 
     async def pause(self) -> None:
-        """Pause, drop caches unless it is in place, and resume, as each switch does."""
+        """Pause, drop caches (except in mode ``in_place``), and resume, as each switch does."""
         from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
 
         driven = AsyncVllm(self.engine, asyncio.get_running_loop())
@@ -252,7 +252,7 @@ class Followed:
         await asyncio.to_thread(driven.resume)
 
     async def first_token(self) -> float:
-        """Ask the engine, which must answer with the newest version; return when a token came."""
+        """Request a token, which must be of the newest version; return the time when it came."""
         from vllm import SamplingParams
 
         from dbuffer.integrations.vllm import versions_of
@@ -280,7 +280,7 @@ def _follower_marks() -> Marks:
 
 @contextlib.asynccontextmanager
 async def _engine(folder: Path, model: Model, **more: Any) -> AsyncIterator[tuple[Any, Connection]]:
-    """An engine with live layers, and a trainer."""
+    """Start an engine with live layers, and a trainer."""
     folder.mkdir()
     with child(_train, folder, model) as trainer:
         reply(trainer)
@@ -396,7 +396,7 @@ async def _measure_memory(folder: Path, found: Found) -> None:
 
 
 def _descendants(pid: int) -> set[int]:
-    """Return the processes that descend from this one."""
+    """Return the ids of a process's descendants."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

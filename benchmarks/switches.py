@@ -24,54 +24,54 @@ PACKED, LIVE, GPU = "packed by oneDNN", "live parameters", "on the GPU"
 EXPERTS = "packed experts"
 
 _MEMORY_IN_MODELS = 8
-"""Two sets of weights, a checkpoint, two buffers, the engine's copies, and what a reload needs."""
+"""Memory to require: two sets of weights, a checkpoint, two buffers, the engine, and a reload."""
 
 _ENGINE_BYTES = 2 << 30
 _ENGINE_TIMEOUT_S = 600.0
 
 _ROUNDS = {PACKED: 7, LIVE: 7, GPU: 7, EXPERTS: 3}
-"""A reload of 18,000 tensors takes seconds."""
+"""Rounds by engine. Few for experts, because a reload of 18,000 tensors takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One switch by one way; all in seconds."""
+    """Times of one switch in one way."""
 
     publish_s: float
     stage_s: float
     pause_s: float
     total_s: float
-    """From the beginning of the publish to the engine's going on, if nothing lies in between."""
+    """Time to publish, to wait until the version is ready, and to switch."""
     steps_s: dict[str, float]
-    """What the pause consists of."""
+    """Times of the pause's steps."""
 
 
 @dataclass(slots=True)
 class Pauses:
-    """What was measured on one engine."""
+    """Measurements of one engine."""
 
     engine: str
     model: Model
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    """By the way's name."""
+    """Samples by the name of the way."""
     is_right: dict[str, bool] = field(default_factory=dict)
-    """Whether tokens after a switch were those of an engine started on the same weights."""
+    """Whether the tokens after a switch were the tokens of an engine started with these weights."""
     memory: list[tuple[str, int, int, int]] = field(default_factory=list)
-    """Bytes of the process at some moments: its share of all memory, its anonymous memory, and
-    what torch holds on the GPU."""
+    """Memory of the process at named moments, in bytes: Pss, anonymous Pss, and torch's memory on
+    the GPU."""
 
     def pause_s(self, way: str, *, without: str | None = None) -> float:
-        """The median pause, with all its steps or without one of them."""
+        """Return the median pause, with all its steps or without one of them."""
         samples = self.samples[way]
         return median([s.pause_s - s.steps_s.get(without or "", 0.0) for s in samples])
 
     def step_s(self, way: str, step: str) -> float:
-        """The median of one step."""
+        """Return the median time of one step."""
         return median([sample.steps_s.get(step, 0.0) for sample in self.samples[way]])
 
     @property
     def staging_bytes(self) -> int:
-        """How far following and staging raise the process's anonymous memory."""
+        """Increase of the process's anonymous memory by following and staging."""
         anonymous = [in_use for _, _, in_use, _ in self.memory]
         return max(anonymous[1:]) - anonymous[0]
 
@@ -82,12 +82,12 @@ class Pauses:
 
     @property
     def title(self) -> str:
-        """The engine and the model."""
+        """Engine and model."""
         return f"{self.model.title}, {self.engine}"
 
 
 def model_of(engine: str, *, quick: bool) -> Model:
-    """What an engine is started on."""
+    """Return the model that an engine is started with."""
     if engine == EXPERTS:
         shapes = models.qwen3_30b_a3b(narrowing=8, layers=2 if quick else 48, head=64)
         return Model("Qwen3-30B-A3B's shape, narrowed", shapes, head_size=64)
@@ -96,7 +96,7 @@ def model_of(engine: str, *, quick: bool) -> Model:
 
 
 def run(engine: str, directory: Path, *, quick: bool) -> Pauses:
-    """Measure one engine, in a process of its own; another tells what is right."""
+    """Measure one engine in its own process. Another process computes the expected tokens."""
     pauses = Pauses(engine, model_of(engine, quick=quick))
     require_memory(_MEMORY_IN_MODELS * pauses.num_bytes + _ENGINE_BYTES)
     rounds = 2 if quick else _ROUNDS[engine]
@@ -111,7 +111,7 @@ def run(engine: str, directory: Path, *, quick: bool) -> Pauses:
 
 
 def _answer(connection: Connection, folder: Path, pauses: Pauses) -> None:
-    """Tokens of an engine that was started on the second weights."""
+    """Send the tokens of an engine that was started with the second weights."""
     checkpoint = Checkpoint(folder / "checkpoint", pauses.model)
     checkpoint.save(pauses.model.weights(seed=1))
     llm = start_engine(checkpoint, live=pauses.engine == LIVE)
@@ -128,9 +128,9 @@ def _measure(
     llm = start_engine(checkpoint, live=pauses.engine == LIVE)
     expected = [greedy_tokens(llm), right]
     if expected[0] == expected[1]:
-        raise RuntimeError("tokens do not tell the two sets of weights apart")
+        raise RuntimeError("both sets of weights give the same tokens")
     stopwatch, floor = watch_steps(llm), Floor(llm)
-    for weights in both:  # what a first reload leaves allocated is vLLM's
+    for weights in both:  # memory that the first reloads allocate counts as vLLM's
         floor.switch(weights)
     pauses.memory.append(("before following", *_memory_bytes()))
     ours = Dbuffer(llm, folder / "store")
@@ -144,7 +144,7 @@ def _measure(
                 sample = _sample(way, weights, others, floor, stopwatch)
                 pauses.samples.setdefault(way.name, []).append(sample)
                 if way is ours and greedy_tokens(llm) != expected[index % 2]:
-                    raise RuntimeError("dbuffer's tokens are not those of an engine so started")
+                    raise RuntimeError("wrong tokens after a switch by dbuffer")
         _look_at_tokens(pauses, llm, ways, both, right)
     finally:
         ours.close()
@@ -153,7 +153,7 @@ def _measure(
 
 
 def _weigh_staging(pauses: Pauses, ours: Dbuffer, both: Sequence[Weights]) -> None:
-    """What the process takes when nothing is staged, and when a version is."""
+    """Measure the process's memory without and with a staged version."""
     for weights in both:  # fills both buffers, and switches for the first time
         ours.publish(weights)
         ours.switch(weights)
@@ -176,18 +176,18 @@ def _memory_bytes() -> tuple[int, int, int]:
 def _sample(
     way: Way, weights: Weights, others: Weights, floor: Floor, stopwatch: Stopwatch
 ) -> Sample:
-    """Time a switch by one way. ``others``: weights that the engine may have before."""
+    """Time a switch in one way. ``others`` are weights that the engine can have before."""
     is_ours = isinstance(way, Dbuffer)
-    if is_ours:  # dbuffer reloads all that something else has loaded
+    if is_ours:  # after a load by another way, the next switch reloads everything
         way.publish(others)
         way.switch(others)
     publish_s = timed(lambda: way.publish(weights))
     ready_s = timed(way.wait_ready)
     if not is_ours:
-        # The same untimed reload before each touches the memory that a reload allocates: what a
-        # virtual machine's host has taken back meanwhile costs ten times as much.
+        # Reload once, untimed, to touch the memory that a reload allocates: memory that the host of
+        # a virtual machine has reclaimed takes ten times as long.
         floor.switch(weights)
-    gc.collect()  # one's garbage is not for the next one to clear away
+    gc.collect()  # so that no way collects another way's garbage
     stopwatch.read()
     pause_s = way.switch(weights)
     steps_s = stopwatch.read()
@@ -198,7 +198,7 @@ def _sample(
 def _look_at_tokens(
     pauses: Pauses, llm: Any, ways: Sequence[Way], both: Sequence[Weights], right: Tokens
 ) -> None:
-    """Whether each way can bring an engine from the first weights, all of them, to the second."""
+    """Test for each way whether it switches an engine from the first weights to the second."""
     ours = ways[0]
     for way in ways:
         for each, weights in ((ours, both[0]), (way, both[1])):

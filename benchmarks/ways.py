@@ -26,21 +26,21 @@ class Way(ABC):
     name: ClassVar[str]
 
     stage_s = 0.0
-    """Of the last switch: seconds of getting ready, while the engine could serve."""
+    """Seconds that the preparation of the last switch took, while the engine could serve."""
 
     def publish(self, weights: Weights) -> None:  # noqa: B027 - not all need to
-        """What a trainer does."""
+        """Publish weights, as a trainer does."""
 
     def wait_ready(self) -> None:  # noqa: B027 - not all need to
-        """Wait for whatever can be done while the engine serves."""
+        """Wait until all work that needs no pause is done."""
 
     @abstractmethod
     def switch(self, weights: Weights) -> float:
-        """Bring into the engine what was just published; seconds in which it cannot serve."""
+        """Switch the engine to the published weights; return the seconds of the pause."""
 
 
 class Dbuffer(Way):
-    """A store that the engine follows."""
+    """Switches by an engine that follows a store."""
 
     name = "dbuffer"
 
@@ -50,23 +50,23 @@ class Dbuffer(Way):
         self._sender = dbuffer.WeightSender(store, delta=delta)
         follower = follow(llm, store)
         if not isinstance(follower, Follower):
-            raise TypeError("an offline engine is followed by a Follower")
+            raise TypeError("follow() did not return a Follower for an offline engine")
         self._follower = follower
         self._ready = Ready(store, f"{follower.engine_id}.rank-0")
 
     def publish(self, weights: Weights) -> None:
-        """Send."""
+        """Send the weights."""
         self._ready.version = self._sender.send(weights).version
 
     def wait_ready(self) -> None:
-        """Wait until what was published is staged."""
+        """Wait until the engine has staged the version."""
         self._ready.wait()
 
-    def switch(self, weights: Weights) -> float:  # noqa: ARG002 - it has them from the store
-        """Pause, and be on the newest when it is over."""
+    def switch(self, weights: Weights) -> float:  # noqa: ARG002 - read from the store
+        """Sync the follower."""
         switch = self._follower.sync()
         if switch is None:
-            raise RuntimeError("the version just published was not there")
+            raise RuntimeError("the follower did not switch to the published version")
         self.stage_s = switch.stage_s
         return switch.pause_s
 
@@ -77,7 +77,7 @@ class Dbuffer(Way):
 
 
 class Ready:
-    """What the stager of an engine's only rank says of itself."""
+    """Waits, by the record of an engine's only rank, until a version is staged."""
 
     def __init__(self, store: Path, receiver_id: str) -> None:
         self.version = 0
@@ -85,7 +85,7 @@ class Ready:
         self._receiver_id = receiver_id
 
     def wait(self) -> None:
-        """Wait until it has the version ready."""
+        """Wait until ``version`` is staged."""
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while time.monotonic() < deadline:
             record = self._store.receiver(self._receiver_id)
@@ -100,7 +100,7 @@ class Ready:
 
 
 class Memcpy(Way):
-    """One copy of as many bytes, from one piece of memory to another: what no switch can beat."""
+    """One copy of as many bytes within memory: a lower bound of a switch."""
 
     name = "memcpy of the same bytes"
 
@@ -116,7 +116,7 @@ class Memcpy(Way):
 
 
 class Floor(Way):
-    """vLLM's own layerwise reload, from tensors that are in memory already: it reads no file."""
+    """vLLM's own layerwise reload, from tensors in memory."""
 
     name = "vLLM, from memory (the floor)"
 
@@ -142,7 +142,7 @@ class Reload(Way):
         """Save the checkpoint."""
         self._checkpoint.save(weights)
 
-    def switch(self, weights: Weights) -> float:  # noqa: ARG002 - it has them from the file
+    def switch(self, weights: Weights) -> float:  # noqa: ARG002 - read from the file
         """Reload from the path."""
         arguments = {"weights_path": str(self._checkpoint.directory)}
         return _finished_s(lambda: self._llm.collective_rpc("reload_weights", kwargs=arguments))
