@@ -1,7 +1,7 @@
-"""Ways to bring tensors from one process's memory to another's through files, dbuffer among them.
+"""Transports of tensors between processes through files: dbuffer and its peers.
 
-Each is used the way that measured fastest here while staying within its documented interface, and
-each ends with the data in warm destination tensors, which is what a receiver needs.
+Each peer is used in the fastest way, by our measurements, that its documented interface allows.
+Each receive ends with the data in warm destination tensors, as a receiver needs it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from benchmarks.models import Weights
 
 
 class Peer(ABC):
-    """Publishes ``weights`` into files at ``path`` and receives them where ``copy`` copies to."""
+    """Publishes ``weights`` into files at ``path``, and receives into ``copy.destination``."""
 
     name: ClassVar[str]
 
     rewrites_files: ClassVar[bool] = True
-    """Whether a publish writes into the files of the one before. The others start each file from
-    nothing; deleting it in between, untimed, spares them that."""
+    """Whether a publish rewrites the files of the publish before. If False, the benchmark deletes
+    the files between publishes, outside of the measured time."""
 
     def __init__(self, weights: Weights, copy: HalvesCopy, path: Path) -> None:
         self.weights = weights
@@ -46,7 +46,7 @@ class Peer(ABC):
 
     @abstractmethod
     def receive(self) -> None:
-        """Read them into the destination."""
+        """Read the weights into the destination."""
 
     def discard(self) -> None:
         """Delete the files."""
@@ -56,11 +56,11 @@ class Peer(ABC):
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Let go of files and mappings."""
+        """Close files and mappings."""
 
 
 class Dbuffer(Peer):
-    """The package itself, as it comes."""
+    """dbuffer without checksums."""
 
     name = "dbuffer"
     checksums = False
@@ -77,7 +77,7 @@ class Dbuffer(Peer):
     def receive(self) -> None:
         """Load into the dict of tensors."""
         if self.receiver.load_into(self.destination) is None:
-            raise RuntimeError("the version just published was not there")
+            raise RuntimeError("the receiver did not find the published version")
 
     def close(self) -> None:
         """Close both ends."""
@@ -86,7 +86,7 @@ class Dbuffer(Peer):
 
 
 class DbufferChecksums(Dbuffer):
-    """With a checksum for each tensor, written by the sender and verified by the receiver."""
+    """dbuffer with a checksum for each tensor, which the receiver verifies."""
 
     name = "dbuffer, checksums"
     checksums = True
@@ -98,7 +98,7 @@ class TorchRL(Peer):
     name = "TorchRL"
 
     def __init__(self, weights: Weights, copy: HalvesCopy, path: Path) -> None:
-        # Imported here: it takes seconds, and the child processes need none of it.
+        # Import TorchRL here: the import takes seconds, and child processes do not need it.
         from torchrl._utils import logger
         from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferTransport
 
@@ -117,7 +117,7 @@ class TorchRL(Peer):
 
 
 class TensorDictMemmap(Peer):
-    """tensordict's directory of memory-mapped files, one a tensor."""
+    """tensordict's directory of memory-mapped files, one per tensor."""
 
     name = "tensordict memmap"
 
@@ -167,7 +167,7 @@ class DistributedCheckpoint(Peer):
     rewrites_files = False
 
     def publish(self) -> None:
-        """Save with a thread a core."""
+        """Save with one thread per core."""
         writer = FileSystemWriter(self.path, sync_files=False, thread_count=torch.get_num_threads())
         with warnings.catch_warnings(action="ignore"):  # it warns of having a single process
             save_distributed(self.weights, storage_writer=writer, no_dist=True)

@@ -1,4 +1,4 @@
-"""Charts of results: ``python -m benchmarks.plot`` draws those in ``benchmarks/results`` again."""
+"""Charts of results. ``python -m benchmarks.plot`` redraws the charts in ``benchmarks/results``."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def save_board(panels: Sequence[Mapping[str, Any]], path: Path, caption: str) ->
         axis.set_title(f"{panel['title']} ({UNITS[panel['unit']]})", loc="left", fontsize=9)
         axis.legend(fontsize=6, frameon=False, loc="best")
         top = axis.get_ylim()[1]
-        axis.set_ylim(-0.03 * top, top)  # a line at 0 is to be seen
+        axis.set_ylim(-0.03 * top, top)  # shows a line at 0
         axis.tick_params(labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle("The board's panels, drawn by matplotlib from a run's metrics", fontsize=12)
@@ -123,7 +123,7 @@ UNITS = {
     "Bps": "bytes/s",
     "percentunit": "share",
 }
-"""Grafana's names of units, and what a chart says."""
+"""Units in a chart, by Grafana's names."""
 
 
 def caption(environment: Mapping[str, str]) -> str:
@@ -202,7 +202,7 @@ def _finish(figure: Any, path: Path, caption: str) -> None:
 
 
 def read_latencies(text: str) -> tuple[dict[str, dict[str, float]], str]:
-    """Return the shares and the caption of a printed run: its samples are not kept."""
+    """Read percentiles and caption from a run's printed tables. The samples are not saved."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     environment = {row[0]: row[1] for row in rows if len(row) == 2}
     header = next(row for row in rows if row[0] == "ms to the next token")
@@ -222,7 +222,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Draw the charts again that the kept results are enough for."""
+    """Redraw all charts whose data is in the saved results."""
     cpu, pause = _read("cpu.json"), _read("pause.json")
     save(cpu["transfers"], RESULTS / "cpu.png", caption(cpu["environment"]))
     save_pauses(pause["engines"], RESULTS / "pause.png", caption(pause["environment"]))

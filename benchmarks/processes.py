@@ -1,4 +1,4 @@
-"""Child processes of the benchmark, scratch folders for them, and what a process reads."""
+"""Child processes, scratch folders, emulated mounts, and a count of the bytes that were read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTEXT.set_forkserver_preload(["dbuffer"])
 
 @contextmanager
 def child(target: Callable[..., None], *arguments: object) -> Iterator[Connection]:
-    """Run ``target(connection, *arguments)`` in a process, terminated in the end."""
+    """Run ``target(connection, *arguments)`` in a process. The end of ``with`` terminates it."""
     here, there = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=target, args=(there, *arguments), daemon=True)
     process.start()
@@ -39,33 +39,33 @@ def child(target: Callable[..., None], *arguments: object) -> Iterator[Connectio
 
 
 def reply(connection: Connection, timeout_s: float = REPLY_TIMEOUT_S) -> Any:
-    """Wait for what the child sends next; an error if it died or hangs."""
+    """Return the next object that the child sends. Raise an error if the child died or hangs."""
     if not connection.poll(timeout_s):
         raise TimeoutError("a child process of the benchmark does not answer")
     return connection.recv()
 
 
 def finish(connection: Connection) -> None:
-    """Let a child that waits for it end by itself, and wait until it has."""
+    """Tell a waiting child to finish, and wait until it has closed its end of the pipe."""
     connection.send("finish")
-    connection.poll(REPLY_TIMEOUT_S)  # its end of the pipe closes with it
+    connection.poll(REPLY_TIMEOUT_S)
 
 
 @contextmanager
 def scratch_folder(directory: Path) -> Iterator[Path]:
-    """Make a folder in ``directory``, deleted afterwards."""
+    """Make a folder in ``directory``. The end of ``with`` deletes it."""
     with tempfile.TemporaryDirectory(prefix="dbuffer-benchmark-", dir=directory) as folder:
         yield Path(folder)
 
 
 def as_network() -> AbstractContextManager[object]:
-    """Let stores behave in a ``with`` block as on a network mount; bytes are the same."""
+    """Return a ``with`` block in which stores behave as on a network mount."""
     return mock.patch.dict("os.environ", {MOUNT_VARIABLE: "network"})
 
 
 @contextmanager
 def slow_link(bytes_per_s: float) -> Iterator[None]:
-    """Let all reads and writes of stores together take as long as a link of this speed would."""
+    """Slow all reads and writes of stores down to a common link of ``bytes_per_s``."""
     lock, free_at = threading.Lock(), 0.0
 
     def on_link(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,6 +89,6 @@ def slow_link(bytes_per_s: float) -> Iterator[None]:
 
 
 def bytes_read() -> int:
-    """By this process so far, of files of all kinds, with read calls and not by mapping."""
+    """Return the bytes that this process has read with read calls, so not through mappings."""
     first_line = Path("/proc/self/io").read_text().splitlines()[0]
     return int(first_line.removeprefix("rchar: "))

@@ -1,4 +1,4 @@
-"""What publishing takes of the sender, and how soon a receiver sees it."""
+"""Time and memory that a publish takes, and the delay until a receiver sees the version."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ _WARM_UPS = 2
 
 
 def return_times_s(shapes: Shapes, directory: Path, *, rounds: int) -> tuple[list[float], ...]:
-    """Until `send` returns, when it waits and when it does not; in turns, after two of each."""
+    """Return the times of `send` and of `send(wait=False)`, measured in turns."""
     weights = models.random_weights(shapes)
     waiting, at_once = [], []
     with scratch_folder(directory) as folder, dbuffer.WeightSender(folder / "store") as sender:
         for _ in range(rounds + _WARM_UPS):
             waiting.append(timed(lambda: sender.send(weights)))
             at_once.append(timed(lambda: sender.send(weights, wait=False)))
-            sender.send(weights)  # when that is published
+            sender.send(weights)  # begins when the version before is published
     return waiting[_WARM_UPS:], at_once[_WARM_UPS:]
 
 
 def publish_times_s(
     shapes: Shapes, directory: Path, *, publishes: int, receivers: tuple[int, ...]
 ) -> dict[int, list[float]]:
-    """Whether receivers that keep up slow the sender down, by their number.
+    """Return publish times by the number of receivers, to see whether receivers slow a sender.
 
-    Publish in turns to a store for each number of receivers, when all have loaded the last.
+    There is a store for each number of receivers. Publish into the stores in turns, when all
+    receivers have loaded the version before.
     """
     weights = models.random_weights(shapes)
     times_s: dict[int, list[float]] = {count: [] for count in receivers}
@@ -72,7 +73,7 @@ def _follow(connection: Connection, shapes: Shapes, store: Path) -> None:
 
 
 def flip_latencies_s(directory: Path, *, flips: int) -> list[float]:
-    """Time from just before CURRENT is replaced until a receiver that waits has the version."""
+    """Return times from just before CURRENT is replaced until a waiting receiver sees it."""
     weights = models.random_weights(models.tiny())
     flipped_ns = note_flips()
     seen_ns = []
@@ -82,7 +83,7 @@ def flip_latencies_s(directory: Path, *, flips: int) -> list[float]:
             reply(receiver)
             flipped_ns.clear()
             for _ in range(flips):
-                # Long enough for it to be waiting again, and in step with no timer.
+                # Sleep until the receiver waits again. The time is random, to match no timer.
                 time.sleep(random.uniform(0.005, 0.015))
                 sender.send(weights)
                 seen_ns.append(reply(receiver))
@@ -90,7 +91,7 @@ def flip_latencies_s(directory: Path, *, flips: int) -> list[float]:
 
 
 def note_flips() -> list[int]:
-    """Grows by the time of each replacement of CURRENT in this process from now on.
+    """Return a list that gets the time of each later replacement of CURRENT in this process.
 
     ``os.replace`` raises its audit event just before the system call.
     """
@@ -113,9 +114,9 @@ def _report_versions(connection: Connection, store: Path) -> None:
 
 
 def extra_memory_bytes(shapes: Shapes, directory: Path) -> int:
-    """How far publishing raises a process's anonymous memory above that with the model in it.
+    """Return how much publishing raises the anonymous memory of a process that has the model.
 
-    The store's own pages are not anonymous, and so not counted.
+    The store's pages are not anonymous, so they are not counted.
     """
     with (
         scratch_folder(directory) as folder,
@@ -138,4 +139,4 @@ def _publish(connection: Connection, shapes: Shapes, store: Path) -> None:
         for _ in range(_WARM_UPS):
             sender.send(weights)
         connection.send(0)
-        connection.recv()  # stay, so that there is a process to look at until the end
+        connection.recv()  # do not end before the parent has measured the memory

@@ -1,4 +1,4 @@
-"""The measurements as tables and as JSON, with the machine and the versions they were made on."""
+"""Measurements as tables and as JSON, with the machine and the versions of packages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = ("dbuffer", "torch", "tensordict", "torchrl", "safetensors", "xxhash
 
 
 def environment(directories: Iterable[Path]) -> dict[str, str]:
-    """Hardware, kernel, filesystems and versions."""
+    """Return hardware, kernel, filesystems and versions of packages."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
@@ -47,7 +47,7 @@ def _version(package: str) -> str:
 
 
 def filesystem(path: Path) -> str:
-    """Name the type of the filesystem that ``path`` is on."""
+    """Return the type of the filesystem that ``path`` is on."""
     best, kind = Path("/"), "unknown"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount, rest = Path(line.split()[4]), line.partition(" - ")[2]
@@ -62,14 +62,14 @@ def elapsed_s() -> float:
 
 
 def begin(directories: Iterable[Path], more: dict[str, str] | None = None) -> dict[str, str]:
-    """Print and return the environment, with more that a benchmark depends on."""
+    """Print and return the environment, with a benchmark's additional entries ``more``."""
     found = environment(directories) | (more or {})
     print(table(("machine", ""), list(found.items())), flush=True)
     return found
 
 
 def transfer_table(transfer: Transfer) -> str:
-    """Who took how long in one case; memcpy's fastest variant is the limit for both ways."""
+    """Return a table of one case. The fastest variant of memcpy is the limit in both directions."""
     case = transfer.case
     title = (
         f"{case.model}: {transfer.num_bytes / 1e9:.2f} GB in {len(case.shapes):,} tensors, "
@@ -99,17 +99,17 @@ def _speed(transfer: Transfer, times_s: Sequence[float]) -> tuple[str, str, str]
 
 
 MEMCPY = "memcpy itself"
-"""What the targets of some benchmarks are referred to."""
+"""Header of the column with memcpy's results, for targets that are multiples of memcpy."""
 
 LIMIT = "limit here"
-"""Reached by memcpy, or by other steps that cannot be left out, by themselves in the same run."""
+"""Header of the column with the limit: memcpy or other necessary steps alone, in the same run."""
 
 _TOKENS = {True: "right", False: "WRONG", None: "-"}
-"""Whether those after a switch were right; None: it is no switch."""
+"""Label for whether the tokens after a switch were right, or None if the way is no switch."""
 
 
 def pauses_tables(pauses: Pauses) -> str:
-    """What each way took, what its pause consists of, and the process's memory."""
+    """Return tables of the ways' times, of the steps of their pauses, and of memory."""
     tables = (_ways_table(pauses), _steps_table(pauses), _memory_table(pauses))
     return f"{pauses.title}\n\n" + "\n\n".join(tables)
 
@@ -155,7 +155,10 @@ def _milliseconds(times_s: Sequence[float]) -> str:
 
 
 def targets_table(checks: Sequence[Check], *, reference: str | None = MEMCPY) -> str:
-    """Each target, what was measured, what ``reference`` reaches, and the verdict."""
+    """Return a table of targets, measurements, limits and verdicts.
+
+    ``reference`` is the header of the column with the limits, or None for no such column.
+    """
     header = ["", "target", "measured", *([reference] if reference else []), ""]
     rows = []
     for check in checks:
@@ -174,7 +177,7 @@ def conclude(
     title: str = "Targets",
     reference: str | None = None,
 ) -> int:
-    """Print the targets, and write all that was ``found`` where asked; 1 if one was missed."""
+    """Print the targets, and write ``found`` into ``path``. Return 1 if a target was missed."""
     print(f"\n{title}\n\n{targets_table(checks, reference=reference)}")
     environment["load after"] = f"{os.getloadavg()[0]:.1f}"
     if path:
@@ -187,7 +190,7 @@ def conclude(
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out a Markdown table that is also readable as it stands."""
+    """Return a Markdown table that is also readable as plain text."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -202,7 +205,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(environment: dict[str, str], results: Results, checks: Sequence[Check]) -> Any:
-    """Everything, with the time of each sample in seconds."""
+    """Return all results, with the time of each sample in seconds."""
     return {
         "environment": environment,
         "targets": [asdict(check) for check in checks],

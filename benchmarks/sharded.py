@@ -1,4 +1,4 @@
-"""A trainer of four ranks: each writes what it holds, or rank 0 gathers all and publishes."""
+"""Trainer of four ranks: each rank writes its rows, or rank 0 gets all rows and publishes."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _WARM_UPS = 2
 """Publishes that fill a store's two buffers for the first time."""
 
 _MAX_SHARE = 0.6
-"""Of the time of the faster baseline."""
+"""Target: time as a share of the faster baseline's."""
 
 _MAX_EXTRA_BYTES = 64e6
-"""Above a rank's largest tensor."""
+"""Target: a rank's extra memory, besides its largest part of a tensor."""
 
 Sharded = dict[str, DTensor]
 
 
 def main(options: Namespace) -> int:
-    """Measure and print; 1 if a target was missed."""
+    """Measure and print. Return 1 if a target was missed."""
     directory: Path = options.dir[0]
     shapes = models.qwen2_0_5b(width=0.25 if options.quick else 1.0)
     environment = report.begin([directory])
@@ -67,7 +67,7 @@ def main(options: Namespace) -> int:
 
 
 def _measure(shapes: Shapes, directory: Path, *, samples: int) -> tuple[Times, list[int]]:
-    """Seconds of each publish as rank 0 sees it, and each rank's extra memory in bytes."""
+    """Return the times of publishes on rank 0, and each rank's extra memory in bytes."""
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder(directory))
         ranks = [
@@ -126,7 +126,7 @@ def _rank(connection: Connection, rank: int, shapes: Shapes, folder: Path, sampl
 
 
 def _random_shards(shapes: Shapes) -> Sharded:
-    """As FSDP2 holds them: each tensor's rows spread over all ranks."""
+    """Return random weights sharded as by FSDP2: each tensor's rows are spread over all ranks."""
     mesh = init_device_mesh("cpu", (RANKS,))
     weights = {
         name: sharding.empty(shape, dtype=DTYPE, device_mesh=mesh, placements=[Shard(0)])
@@ -138,7 +138,7 @@ def _random_shards(shapes: Shapes) -> Sharded:
 
 
 def _gather(weights: Sharded, whole: Weights) -> None:
-    """Gather on every rank, tensor by tensor, as DTensors are; rank 0 keeps them."""
+    """Gather each tensor on every rank, with `DTensor.full_tensor`. Rank 0 keeps the tensors."""
     for name, weight in weights.items():
         full = weight.full_tensor()
         if whole:
@@ -146,7 +146,7 @@ def _gather(weights: Sharded, whole: Weights) -> None:
 
 
 def _send_rows(weights: Sharded, whole: Weights) -> None:
-    """Send all rows straight to their places on rank 0: the least that can be moved."""
+    """Send all rows to their places on rank 0, which moves the fewest bytes."""
     under_way = []
     for tag, (name, weight) in enumerate(weights.items()):
         rows = weight.to_local()
@@ -165,7 +165,7 @@ def _send_rows(weights: Sharded, whole: Weights) -> None:
 
 
 def _time_in_turns(ways: dict[str, Callable[[], object]], samples: int) -> Times:
-    """Seconds until every rank has done it, in turns, so that a busy moment hits all ways alike."""
+    """Return times until every rank is done. The ways take turns, so noise affects all alike."""
     times_s: Times = defaultdict(list)
     for _ in range(_WARM_UPS + samples):
         for way, publish in ways.items():
@@ -178,7 +178,7 @@ def _time_in_turns(ways: dict[str, Callable[[], object]], samples: int) -> Times
 
 
 def _largest_part_bytes(shapes: Shapes) -> int:
-    """The most that a rank holds of one tensor."""
+    """Return the size of the largest part of a tensor that a rank holds."""
     rows = max(math.ceil(shape[0] / RANKS) * math.prod(shape[1:]) for shape in shapes.values())
     return rows * DTYPE.itemsize
 
