@@ -1,4 +1,4 @@
-"""What dbuffer must reach, and whether it did."""
+"""Targets of dbuffer, and checks of results against the targets."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from benchmarks.transfers import Times, Transfer
 from benchmarks.ways import Floor, Memcpy, Reload
 
 _PAUSES = {LIVE: (0.25, 1.4), GPU: (0.25, 1.4), PACKED: (0.30, 1.4), EXPERTS: (0.30, 2)}
-"""At most how many times the floor a pause may be, and how many times a memcpy."""
+"""Targets of a pause by engine: as a multiple of the floor, and as a multiple of a memcpy."""
 
 
 @dataclass(slots=True)
 class Results:
-    """All that a run measured; transfers by the key of their case."""
+    """All measurements of a run."""
 
     transfers: dict[str, Transfer] = field(default_factory=dict)
     flips_s: list[float] = field(default_factory=list)
     extra_memory_bytes: int = 0
-    """In the sender."""
+    """Extra memory in the sender."""
     fan_out_s: dict[int, list[float]] = field(default_factory=dict)
     """Publish times by the number of receivers."""
     sends_s: list[float] = field(default_factory=list)
     returns_s: list[float] = field(default_factory=list)
-    """The same sends without waiting, until they return."""
+    """Times until `send(wait=False)` returned, for the same weights as `sends_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Check:
     measured: str
     met: bool
     limit: str = ""
-    """Reached by memcpy, where that is not 1, or by other steps that cannot be left out."""
+    """Result of memcpy alone (if it is not 1 by definition), or of other necessary steps alone."""
 
 
 def check(results: Results) -> list[Check]:
-    """Judge a run."""
+    """Compare a run with the targets."""
     dense, experts = results.transfers["dense"], results.transfers["experts"]
     size = f"{_gigabytes(dense)} in {len(dense.case.shapes)} tensors"
     many = f"{_gigabytes(experts)} in {len(experts.case.shapes):,} tensors"
@@ -56,7 +56,8 @@ def check(results: Results) -> list[Check]:
         at_least(f"receive, {size}", "of memcpy", _ratio(dense, dense.receive), 0.95),
         _against(TorchRL.name, dense, dense.receive, 1.5),
         _against(Safetensors.name, dense, dense.receive, 1.3),
-        # A damaged version must not touch the target: all of it is hashed first.
+        # A receiver hashes the whole version before it writes the target, because the version may
+        # be damaged.
         _checksums(dense, dense.receive, "the same, verified", FROM_MEMORY, FROM_CACHE),
         at_least(f"publish, {many}", "of memcpy", _ratio(experts, experts.publish), 0.80),
         at_least(f"receive, {many}", "of memcpy", _ratio(experts, experts.receive), 0.80),
@@ -73,12 +74,12 @@ def check(results: Results) -> list[Check]:
 
 
 def check_pauses(results: Sequence[Pauses]) -> list[Check]:
-    """Judge what engines took to switch; all of dbuffer's pause counts."""
+    """Compare engines' pauses with the targets. All steps of dbuffer's pause count."""
     checks = []
     for pauses in results:
         ours_s = pauses.pause_s(Dbuffer.name)
-        # On a GPU a version is staged in page-locked memory, else where the store has it; layers
-        # that are packed are there once more.
+        # On a GPU, a version is staged in page-locked memory. On a CPU, live layers are staged in
+        # the store's buffer, and packed layers in images.
         staged_bytes = 0 if pauses.engine == LIVE else pauses.num_bytes
         target, of_memcpy = _PAUSES[pauses.engine]
         memcpy_s, floor_s = pauses.pause_s(Memcpy.name), pauses.pause_s(Floor.name)
@@ -102,14 +103,14 @@ def _ratio(transfer: Transfer, times: Times, peer: str = Dbuffer.name) -> float:
 
 
 def _against(peer: str, transfer: Transfer, times: Times, target: float) -> Check:
-    """How many times as fast as a peer; and how many times memcpy is, which is the most."""
+    """Compare dbuffer's speed with a peer's. The limit is memcpy's speed over the peer's."""
     peer_s = median(times[peer])
     row = at_least("", f"x {peer}", peer_s / median(times[Dbuffer.name]), target)
     return replace(row, limit=f"{peer_s / transfer.limit_s:.2f}")
 
 
 def _checksums(transfer: Transfer, times: Times, what: str, *hashing: str) -> Check:
-    """How fast it is with checksums; and how fast a memcpy is, and ways of hashing all bytes."""
+    """Check the speed with checksums. The limit is a memcpy and hashing in the given ways."""
     row = at_least(what, "of memcpy", _ratio(transfer, times, DbufferChecksums.name), 0.85)
     hashed_s = sum(median(transfer.hashing[name]) for name in hashing)
     return replace(row, limit=f"{transfer.limit_s / (transfer.limit_s + hashed_s):.2f}")
@@ -131,12 +132,12 @@ def _fan_out(times_s: dict[int, list[float]]) -> Check:
 
 
 def at_least(what: str, unit: str, measured: float, target: float) -> Check:
-    """A target that is to be reached."""
+    """Return a check with a minimum."""
     return Check(what, f"≥ {target:g} {unit}", f"{measured:.2f}", measured >= target)
 
 
 def at_most(what: str, unit: str, measured: float, target: float) -> Check:
-    """A target that is a limit."""
+    """Return a check with a maximum."""
     return Check(what, f"≤ {target:g} {unit}", f"{measured:.2f}", measured <= target)
 
 

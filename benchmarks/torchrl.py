@@ -1,4 +1,4 @@
-"""The two double buffers that TorchRL can use, dbuffer's and its own: speed, and what is whole."""
+"""Double buffers for TorchRL, dbuffer's and TorchRL's: speed, torn reads and killed writers."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ from benchmarks.torn_reads import (
 from benchmarks.transfers import Times, require_memory
 
 _MEMORY_IN_MODELS = 7
-"""Source, destination, dbuffer's two buffers, TorchRL's files, and a copy on either side."""
+"""Memory to require: for source, destination, dbuffer's two buffers, TorchRL's files, and a copy in
+each process."""
 
 _ENOUGH_READS = 10
-"""A race with fewer puts nothing to the test."""
+"""Number of reads in a race that is a test."""
 
 _KINDS = ("the version before", "the new version", "an older version", "a mix", "unreadable")
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One model on one directory, and what it took to bring it over; samples in seconds."""
+    """Transfer of one model in one directory, with times in seconds."""
 
     model: str
     shapes: Shapes
@@ -54,29 +55,29 @@ class Delivery:
     rounds: int
     publish: Times = field(default_factory=lambda: defaultdict(list))
     receive: Times = field(default_factory=lambda: defaultdict(list))
-    """Into new memory."""
+    """Times to receive into new memory."""
     load: Times = field(default_factory=lambda: defaultdict(list))
-    """Into a model that is there, through what the transport gives."""
+    """Times to receive into existing tensors."""
 
     @property
     def title(self) -> str:
-        """What is brought where."""
+        """Model, size and directory."""
         return _title(self.model, self.shapes, self.directory)
 
 
 @dataclass(slots=True)
 class Results:
-    """All that a run measured; races and kills by the name of the way."""
+    """All measurements of a run. Races and kills are by the name of the way."""
 
     deliveries: list[Delivery] = field(default_factory=list)
     races: dict[str, list[Race]] = field(default_factory=lambda: defaultdict(list))
     kills: dict[str, list[Kill]] = field(default_factory=lambda: defaultdict(list))
     num_tried: Counter[str] = field(default_factory=Counter)
-    """Writers started to be killed, those included that had finished before."""
+    """Number of writers that were started to be killed. Some finished before the kill."""
 
 
 def main(options: Namespace) -> int:
-    """Measure and print; 1 if dbuffer did not keep what it promises."""
+    """Measure and print. Return 1 if dbuffer broke a guarantee."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     environment = report.begin(options.dir)
     results = Results()
@@ -103,7 +104,7 @@ def _deliveries(directories: Sequence[Path]) -> Iterator[Delivery]:
     yield Delivery("Qwen2.5-0.5B, widened", models.qwen2_0_5b(width=1.5), first, rounds=5)
     many = models.qwen3_30b_a3b(narrowing=16)
     yield Delivery("Qwen3-30B-A3B, narrowed", many, first, rounds=2)
-    for directory in others:  # smaller: a disk that cannot keep up with the writes slows them all
+    for directory in others:  # smaller models, because a disk that cannot keep up slows both ways
         narrow = models.qwen2_0_5b(width=0.5)
         yield Delivery("Qwen2.5-0.5B, narrowed", narrow, directory, rounds=5)
 
@@ -117,9 +118,9 @@ def _quick_deliveries(directories: Sequence[Path]) -> Iterator[Delivery]:
 
 
 def _deliver(delivery: Delivery) -> None:
-    """Take turns, which spreads the noise of a shared machine over both alike.
+    """Measure both ways in turns, so that the noise of a shared machine affects both alike.
 
-    The first round makes the files, dbuffer's two buffers among them, and does not count.
+    The first round does not count, because it makes the files, such as dbuffer's two buffers.
     """
     require_memory(_MEMORY_IN_MODELS * models.num_bytes(delivery.shapes))
     with (
@@ -138,7 +139,7 @@ def _deliver(delivery: Delivery) -> None:
                     receiver.send((way.name, into is delivery.load))
                     received_s, read = reply(receiver)
                     if read != Read(number, number):
-                        raise RuntimeError(f"{way.name} brought {read}, {number} was published")
+                        raise RuntimeError(f"{way.name} delivered {read} instead of {number}")
                     if count:
                         delivery.publish[way.name].append(published_s)
                         into[way.name].append(received_s)
@@ -147,7 +148,7 @@ def _deliver(delivery: Delivery) -> None:
 def _receive_when_told(
     connection: Connection, ways: Sequence[type[Way]], folder: Path, shapes: Shapes
 ) -> None:
-    """Receive the way that is asked for; answer how long it took, and what was received."""
+    """Run as the receiver's process: receive in the requested way; send the time and the result."""
     opened = {way.name: way(folder / way.name) for way in ways}
     destination = models.warm_destination(shapes)
     received: Any = None
@@ -279,7 +280,7 @@ def _check(results: Results) -> list[Check]:
 
 
 def _found(results: Results) -> dict[str, Any]:
-    """As JSON, with the time of each sample in seconds and what each read found."""
+    """Return all results for JSON, with the seconds of each sample and the result of each read."""
     return {
         "deliveries": [_delivery_as_json(delivery) for delivery in results.deliveries],
         "races": {

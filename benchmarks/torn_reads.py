@@ -1,7 +1,7 @@
-"""Two double buffers of TorchRL weights, ours and TorchRL's own: read while being written to.
+"""Reads from double buffers for TorchRL, dbuffer's and TorchRL's own, during writes.
 
-Writers and readers are processes of their own. A writer gives every element of every tensor the
-same number, a new one each time, so that a read of two versions shows.
+Writers and readers run in separate processes. A writer sets all elements of all tensors to one
+number, which differs from version to version, so that a read shows whether it mixes versions.
 """
 
 from __future__ import annotations
@@ -27,44 +27,45 @@ from benchmarks.models import Shapes, Weights
 from benchmarks.processes import child, reply, scratch_folder
 
 _TIMEOUT_S = 1.0
-"""How long a reader waits for news. TorchRL's ignores it and reads the same again."""
+"""Time that a reader waits for a new version. TorchRL's reader ignores it, and reads the same
+version again."""
 
 _WHOLE_WRITES = 3
-"""Before the one that is killed: dbuffer's first two make its buffers, the third is timed."""
+"""Complete writes before the killed write. The first two make dbuffer's buffers."""
 
 
 class Way(ABC):
-    """A transport as TorchRL knows it, with its defaults: one thread on either side."""
+    """Transport for TorchRL with its defaults: one thread in the writer and one in the reader."""
 
     name: ClassVar[str]
 
     def __init__(self, path: Path) -> None:
-        """Nothing is written or read yet."""
+        """Make the transport, without writing or reading anything."""
         self._transport = self._open(str(path))
 
     @abstractmethod
     def _open(self, path: str) -> Any:
-        """The transport; imported there: it takes seconds, and not every benchmark needs it."""
+        """Return the transport. Implementations import it here, because that takes seconds."""
 
     def send(self, tree: Any) -> None:
         """Publish a nested TensorDict, as extracted from a module."""
         self._transport.send_weights("model", tree)
 
     def receive(self) -> Any:
-        """What the transport gives: a flat TensorDict, or None if there is nothing new."""
+        """Return the transport's result: a flat TensorDict, or None if there is nothing new."""
         return self._transport.receive_weights(timeout=_TIMEOUT_S)
 
     def receive_copy(self) -> Any:
-        """The same in memory of this process's own, so that all bytes have been read."""
+        """Return a copy in this process's own memory, so that all bytes have been read."""
         return self.receive()
 
     @abstractmethod
     def load_into(self, destination: Weights) -> None:
-        """Receive into tensors that are there, as a model's are."""
+        """Receive into existing tensors, such as a model's."""
 
 
 class Ours(Way):
-    """dbuffer's; what it gives is a copy."""
+    """dbuffer's VLLMDoubleBufferTransport, which returns copies."""
 
     name = "dbuffer"
 
@@ -74,12 +75,12 @@ class Ours(Way):
         return VLLMDoubleBufferTransport(path)
 
     def load_into(self, destination: Weights) -> None:
-        """Copy out of the buffer, held still, to where it belongs."""
+        """Copy from the buffer into the destination."""
         self._transport.receive_weights(timeout=_TIMEOUT_S, weights=destination)
 
 
 class Theirs(Way):
-    """TorchRL's VLLMDoubleBufferTransport; what it gives are the files, mapped."""
+    """TorchRL's VLLMDoubleBufferTransport, which returns mapped files."""
 
     name = "TorchRL"
 
@@ -103,12 +104,12 @@ class Theirs(Way):
 WAYS: Sequence[type[Way]] = (Ours, Theirs)
 
 PRELOAD = ["dbuffer.integrations.torchrl", "torchrl.weight_update.llm.vllm_double_buffer"]
-"""What the fork server imports, so that no child has to."""
+"""Modules that the fork server imports once for all children."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What one read found: the same number everywhere, several, or an error."""
+    """Result of a read: the lowest and the highest number, or an error."""
 
     lowest: int = 0
     highest: int = 0
@@ -116,12 +117,12 @@ class Read:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is one version."""
+        """Whether the read returned one version."""
         return not self.error and self.lowest == self.highest
 
     @property
     def is_torn(self) -> bool:
-        """Whether it is several, and looks as good as one."""
+        """Whether the read returned a mix of versions, without an error."""
         return not self.error and self.lowest != self.highest
 
     def __str__(self) -> str:
@@ -132,40 +133,40 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """A writer and a reader, both at full speed."""
+    """Result of a writer and a reader at full speed."""
 
     duration_s: float
     num_written: int
     reads: list[Read]
 
     def count_back(self) -> int:
-        """Whole reads of a version below one that was read whole before."""
+        """Return the number of whole reads of an earlier version than a whole read before."""
         versions = [read.lowest for read in self.reads if read.is_whole]
         newest = itertools.accumulate(versions, max)
         return sum(version < most for version, most in zip(versions, newest, strict=True))
 
     def errors(self) -> Counter[str]:
-        """The reads that failed, by the name of the exception."""
+        """Return the number of failed reads, by the name of the exception."""
         return Counter(read.error for read in self.reads if read.error)
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A writer killed in the middle of a write, and what it left."""
+    """Result of killing a writer in the middle of a write."""
 
     write_s: float
-    """What the write before took."""
+    """Time of the write before."""
     killed_after_s: float
-    """From the beginning of the next one."""
+    """Time from the beginning of the killed write until the kill."""
     left: Read
-    """By a reader that is started afterwards."""
+    """Result of a reader that was started after the kill."""
     next_write_error: str
-    """Of a new writer; empty if it had none."""
+    """Error of the next writer, or empty."""
     after_next_write: Read
 
     @property
     def kind(self) -> str:
-        """What could be read before anybody wrote again."""
+        """Kind of version that could be read before the next write."""
         if self.left.error:
             return "unreadable"
         if self.left.is_torn:
@@ -176,13 +177,13 @@ class Kill:
 
     @property
     def next_write_works(self) -> bool:
-        """Whether it was written, and is what is read."""
+        """Whether the next write succeeded, and its version could be read."""
         expected = _WHOLE_WRITES + 2
         return not self.next_write_error and self.after_next_write == Read(expected, expected)
 
 
 def race(way: type[Way], directory: Path, shapes: Shapes, *, duration_s: float) -> Race:
-    """Let a process write and another one read, each as fast as it can."""
+    """Run a writer and a reader at full speed, each in a process."""
     with (
         scratch_folder(directory) as folder,
         child(_write_on, way, folder / "weights", shapes) as writer,
@@ -202,7 +203,7 @@ def race(way: type[Way], directory: Path, shapes: Shapes, *, duration_s: float) 
 def kill_writer(way: type[Way], directory: Path, shapes: Shapes, share: float) -> Kill | None:
     """Kill a writer after a share (0 to 1) of the time that a write takes.
 
-    None if it had finished before it was struck.
+    Return None if the write had finished before the kill.
     """
     with scratch_folder(directory) as folder:
         with child(write_when_told, (way,), folder, shapes) as writer:
@@ -210,7 +211,7 @@ def kill_writer(way: type[Way], directory: Path, shapes: Shapes, share: float) -
             for number in range(1, _WHOLE_WRITES + 1):
                 write_s = write(writer, way, number)
             writer.send((way.name, _WHOLE_WRITES + 1))
-            reply(writer)  # it begins
+            reply(writer)  # the write begins
             time.sleep(share * write_s)
             os.kill(process_id, signal.SIGKILL)
             if _has_answered(writer):
@@ -228,7 +229,7 @@ def kill_writer(way: type[Way], directory: Path, shapes: Shapes, share: float) -
 
 
 def _has_answered(writer: Connection) -> bool:
-    """Whether a killed writer had said that it was done."""
+    """Whether a killed writer had finished its write."""
     try:
         reply(writer)
     except (EOFError, ConnectionResetError):
@@ -243,17 +244,17 @@ def _read_anew(way: type[Way], folder: Path, shapes: Shapes) -> Read:
 
 
 class WriteError(Exception):
-    """A writer could not write; its exception's name."""
+    """Failed write. The message is the name of the writer's exception."""
 
 
 def write(writer: Connection, way: type[Way], number: int) -> float:
-    """Have a process that runs `write_when_told` write, and return the seconds that it took.
+    """Let a process that runs `write_when_told` write; return the seconds that the write took.
 
     Raises:
-        WriteError: it failed.
+        WriteError: the write failed.
     """
     writer.send((way.name, number))
-    reply(writer)  # it begins
+    reply(writer)  # the write begins
     answer = reply(writer)
     if isinstance(answer, str):
         raise WriteError(answer)
@@ -265,7 +266,7 @@ def write(writer: Connection, way: type[Way], number: int) -> float:
 
 
 class Source:
-    """A model that holds one number, as a nested TensorDict."""
+    """Nested TensorDict of a model whose elements all have the same number."""
 
     def __init__(self, shapes: Shapes) -> None:
         from tensordict import TensorDict
@@ -275,18 +276,18 @@ class Source:
         self.tree = TensorDict(weights).unflatten_keys(".")
 
     def fill(self, number: int) -> None:
-        """Let every element be ``number``; an error above 32,767."""
+        """Set every element to ``number``, which must not be above 32,767."""
         for elements in self._elements:
             elements.fill_(number)
 
 
 def _elements(weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """As integers, of which a 16-bit float cannot tell one from the next above 256."""
+    """Return views of the tensors as integers: bfloat16 is not exact above 256."""
     return [tensor.view(torch.int16) for tensor in weights.values()]
 
 
 def look(weights: Weights, shapes: Shapes) -> Read:
-    """Which numbers are in there."""
+    """Return the lowest and the highest number in received weights."""
     if {name: tuple(tensor.shape) for name, tensor in weights.items()} != shapes:
         return Read(error="other names or shapes")
     ranges = [torch.aminmax(elements) for elements in _elements(weights)]
@@ -297,7 +298,7 @@ def look(weights: Weights, shapes: Shapes) -> Read:
 def write_when_told(
     connection: Connection, ways: Sequence[type[Way]], folder: Path, shapes: Shapes
 ) -> None:
-    """Write the number that is asked for the way that is asked for; answer how long it took."""
+    """Run as a writer's process: write requested numbers in requested ways, and send the times."""
     source = Source(shapes)
     opened = {way.name: way(folder / way.name) for way in ways}
     connection.send(os.getpid())
@@ -313,7 +314,7 @@ def write_when_told(
 
 
 def _write_on(connection: Connection, way: type[Way], path: Path, shapes: Shapes) -> None:
-    torch.set_num_threads(1)  # two processes, maybe on two cores: threads would wait for cores
+    torch.set_num_threads(1)  # the machine may have only one core for each of the two processes
     source = Source(shapes)
     transport = way(path)
     for number in itertools.count(1):
@@ -345,7 +346,7 @@ def _read_once(connection: Connection, way: type[Way], path: Path, shapes: Shape
 
 
 def _read(transport: Way, shapes: Shapes) -> Read | None:
-    """Read and look; None if there is nothing new."""
+    """Read a version and return the result, or None if there is nothing new."""
     try:
         received = transport.receive_copy()
     except Exception as error:  # noqa: BLE001 - which ones there are is a result

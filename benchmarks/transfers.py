@@ -22,29 +22,30 @@ from benchmarks.processes import scratch_folder
 Times = dict[str, list[float]]
 
 _BUFFERS = 2
-"""dbuffer writes to one, then to the other."""
+"""Number of a store's buffers, which dbuffer writes in turn."""
 
 _MEMORY_IN_MODELS = 9
-"""Source, destination, two stores of two buffers, and a peer's files and buffers."""
+"""Memory to require: for source, destination, two stores of two buffers, and a peer's files and
+buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model on one directory, and who takes part."""
+    """One model in one directory, and the peers to measure."""
 
     key: str
     model: str
     shapes: Shapes
     directory: Path
     fast: Sequence[type[Peer]]
-    """Measured, with memcpy, twice before each time that a slow one is."""
+    """Peers to measure twice, together with memcpy, before each measurement of a slow peer."""
     slow: Sequence[type[Peer]]
     slow_samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a case took; times in seconds, one for each sample."""
+    """Times of a case in seconds, one for each sample."""
 
     case: Case
     memcpy: Times = field(default_factory=lambda: defaultdict(list))
@@ -59,17 +60,17 @@ class Transfer:
 
     @property
     def limit(self) -> str:
-        """The name of the fastest memcpy variant."""
+        """Name of the fastest variant of memcpy."""
         return min(self.memcpy, key=lambda name: median(self.memcpy[name]))
 
     @property
     def limit_s(self) -> float:
-        """Its median time."""
+        """Median time of the fastest variant of memcpy."""
         return median(self.memcpy[self.limit])
 
 
 def run(case: Case) -> Transfer:
-    """Measure one case; its files are gone afterwards."""
+    """Measure one case, and delete its files."""
     require_memory(_MEMORY_IN_MODELS * models.num_bytes(case.shapes))
     weights = models.random_weights(case.shapes)
     copy = HalvesCopy(models.warm_destination(case.shapes))
@@ -83,7 +84,7 @@ def run(case: Case) -> Transfer:
 
 
 def require_memory(num_bytes: int) -> None:
-    """End the program, rather than have the kernel end it and leave files in shared memory."""
+    """Exit if too little memory is available: a kill by the kernel would leave files in memory."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available_bytes = 1024 * int(fields["MemAvailable"].split()[0])
     if available_bytes < num_bytes:
@@ -100,11 +101,11 @@ def _measure(
     copies: dict[str, Callable[[], object]],
     hashes: dict[str, Callable[[], object]],
 ) -> Transfer:
-    """Take turns, which spreads the noise of a shared machine over all of them alike.
+    """Measure all peers in turns, so that the noise of a shared machine affects all alike.
 
-    Memcpy and the fast ones have theirs between any two of a slow one's. It takes seconds, as a
-    trainer's step does between two publishes: what stays from one to the next is warm, and what
-    a peer allocates anew for each it must get from the system.
+    Memcpy and the fast peers are measured before each measurement of a slow peer. This takes
+    seconds, as a training step between two publishes does. Memory that a peer keeps between its
+    publishes stays warm; memory that it allocates for each publish comes from the system.
     """
     result = Transfer(case)
     for peer in fast * _BUFFERS:
@@ -112,7 +113,7 @@ def _measure(
     for peer in slow:
         _visit(peer, None, check=True)
         for _ in range(case.slow_samples):
-            gc.collect()  # one's garbage is not for the next one to clear away
+            gc.collect()  # so that no peer collects another peer's garbage
             _fast_turn(result, fast, copies, hashes)
             if not peer.rewrites_files:
                 peer.discard()
@@ -127,10 +128,10 @@ def _fast_turn(
     copies: dict[str, Callable[[], object]],
     hashes: dict[str, Callable[[], object]],
 ) -> None:
-    """Warm everything up, then measure.
+    """Touch all memory, then measure.
 
-    Hosts of virtual machines take memory away that was not touched for ten seconds; the first
-    touch after that costs ten times the copy.
+    The host of a virtual machine reclaims memory that was not touched for ten seconds. The next
+    touch then takes ten times as long as the copy.
     """
     for peer in fast * _BUFFERS:  # this touches memcpy's memory, too
         _visit(peer, None)
@@ -143,7 +144,7 @@ def _fast_turn(
 
 
 def _visit(peer: Peer, into: Transfer | None, *, check: bool = False) -> None:
-    """Let a peer publish and receive once; look whether the data came over, if ``check``."""
+    """Let a peer publish and receive once. If ``check``, verify the received data."""
     if check:
         for tensor in peer.destination.values():
             tensor.zero_()
@@ -158,4 +159,4 @@ def _visit(peer: Peer, into: Transfer | None, *, check: bool = False) -> None:
 def _require_equal(peer: Peer) -> None:
     for name, tensor in peer.weights.items():
         if not torch.equal(tensor, peer.destination[name]):
-            raise RuntimeError(f"{peer.name} did not bring {name} over")
+            raise RuntimeError(f"{peer.name} delivered wrong values of {name}")
