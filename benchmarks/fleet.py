@@ -376,7 +376,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--node-gbytes-s", type=float, default=fleet.network / _GB, help="a node's network, GB/s")
     add("--copy-gbytes-s", type=float, default=fleet.copy / _GB, help="a mirror's copy, GB/s")
-    add("--delta-share", type=float, default=fleet.delta_share, help="size of a delta, of 1")
+    add("--delta-share", type=float, default=fleet.delta_share, help="a delta's share of a version")
     add("--find-gbytes-s", type=float, default=fleet.find / _GB, help="finding a delta, GB/s")
     add("--fan-out", type=int, nargs="+", default=[2, 3, 4, 8, 16, 32], help="fan-outs of trees")
     add("--dir", type=Path, default=Path("/dev/shm"), help="directory for the real tree")
