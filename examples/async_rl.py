@@ -60,7 +60,7 @@ IS_REWARDED[: VOCABULARY // 4] = 1.0
 
 @dataclass
 class Sample:
-    """An answer of the engine, with a row for each token."""
+    """An answer of the engine, with an entry for each token."""
 
     prompt: list[int]
     tokens: list[int]
@@ -74,7 +74,7 @@ class Sample:
         return IS_REWARDED[self.tokens].mean().item()
 
     def age(self, newest: int) -> int:
-        """Return how many versions its oldest token is behind the newest."""
+        """Return how many versions the sample's oldest token is behind the newest."""
         return newest - min(self.versions)
 
     def mask(self, newest: int) -> list[bool]:

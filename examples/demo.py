@@ -1,8 +1,8 @@
-"""Policy gradient on a tiny Qwen3 whose answers a vLLM engine samples, following through a store.
+"""Policy gradient on a tiny Qwen3: a vLLM engine samples, and follows the trainer through a store.
 
     python examples/demo.py    # or python3 dev.py demo: one to three minutes
 
-The reward is the share of an answer's tokens that are in a secret set. It only climbs if the
+The reward is the share of an answer's tokens that are in a secret set. It climbs only if the
 weights reach the engine. At the end the engine and a fresh one on the final checkpoint must give
 the same greedy answers; otherwise the exit code is 1.
 """
@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 # torch and vLLM read these when they are imported, here and in the engine's process.
 os.environ |= {
-    # With two threads, the median pause was 62 ms instead of 18 ms: the model is small. On 2 cores.
+    # On 2 cores, a second thread raised the median pause from 18 to 62 ms: the model is too small.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -48,7 +48,7 @@ MEMORY = Path("/dev/shm")
 NUM_STEPS = 40
 AVERAGED_STEPS = 5
 MIN_CLIMB = 0.1
-"""Gain of a reward that climbs: 16 times the noise of an average of five steps."""
+"""Smallest gain of the reward that counts: 16 times the noise of an average of five steps."""
 VOCABULARY = 512
 ANSWER_TOKENS = 16
 SAMPLES_PER_PROMPT = 8
@@ -60,7 +60,7 @@ BLOCK_TOKENS = 32
 def main() -> None:
     """Train, with a line for each step."""
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # the model is too small for more, and the engine needs the others
+    torch.set_num_threads(1)  # the model is small, and the engine needs the other cores
     trainer, rewards = Trainer(), []
     memory = MEMORY if os.access(MEMORY, os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(prefix="dbuffer-demo-", dir=memory) as scratch:
@@ -76,7 +76,7 @@ def main() -> None:
                 publication = sender.send(trainer.model, metadata={"step": step})
                 switch = follower.sync()
                 if switch is None:
-                    raise RuntimeError(f"the engine does not switch to {publication.version}")
+                    raise RuntimeError(f"the engine did not load version {publication.version}")
                 print(
                     f"{step:4}  {switch.version:7}  {rewards[-1]:6.3f}  "
                     f"{1e3 * publication.duration_s:10.1f}  {1e3 * switch.stage_s:8.1f}  "
@@ -142,7 +142,7 @@ class Trainer:
 
 def start_engine(model: nn.Module, checkpoint: Path) -> vllm.LLM:
     """Start an engine from a checkpoint of the model."""
-    # Not `model.save_pretrained`: it imports DeepSpeed, if it is installed, which prints a warning.
+    # Don't use `model.save_pretrained`: it imports DeepSpeed, if installed, which prints a warning.
     model.config.save_pretrained(checkpoint)  # type: ignore[operator,union-attr]
     save_file(model.state_dict(), checkpoint / "model.safetensors")
     return vllm.LLM(

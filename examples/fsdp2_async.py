@@ -69,7 +69,7 @@ class Sample:
 
 
 def train(rank: int, batches: Any, directory: Path) -> None:
-    """Train on batches, and publish each step: one rank's process."""
+    """Run one rank: train on batches, and publish after each step."""
     torch.set_num_threads(1)
     address = f"file://{directory}/ranks"
     distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=NUM_RANKS)
@@ -151,7 +151,7 @@ async def sample_batches(queues: list[Any], directory: Path) -> bool:
     async with follow(engine, directory / "store", engine_id="engine") as follower:
         for step in range(1, NUM_STEPS + 1):
             batch = await sample_batch(engine, f"step-{step}")
-            for rank, queue in enumerate(queues):  # waits for the ranks: a batch is bounded in age
+            for rank, queue in enumerate(queues):  # waits for the ranks, which limits a batch's age
                 await asyncio.to_thread(queue.put, batch[rank::NUM_RANKS], timeout=60)
             rewards.append(statistics.fmean(sample.reward for sample in batch))
             versions = {version for sample in batch for version in sample.versions}

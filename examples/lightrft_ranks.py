@@ -3,10 +3,10 @@
     python -m torch.distributed.run --standalone --nproc-per-node=2 examples/lightrft_ranks.py
 
 The actor is a tiny random Qwen3 under FSDP2. Each rank has an engine in its process, samples
-answers with it, and trains; then all ranks call ``broadcast_to_engine()``. A namespace replaces
-LightRFT's strategy, whose four values dbuffer reads. At the end each engine and a fresh one on the
-final checkpoint must give the same greedy answers. Needs transformers and vLLM; takes a minute on
-two cores.
+answers with it, and trains; then all ranks call ``broadcast_to_engine()``. A namespace with the
+four values that dbuffer reads replaces LightRFT's strategy. At the end each engine and a fresh one
+on the final checkpoint must give the same greedy answers. Needs transformers and vLLM; takes a
+minute on two cores.
 """
 
 import os
@@ -148,7 +148,7 @@ def update(
 if __name__ == "__main__":
     distributed.init_process_group("gloo")
     with tempfile.TemporaryDirectory(prefix="dbuffer-") as own:
-        # The ranks of one host share the first one's directory.
+        # All ranks, which are on one host, use the first rank's directory.
         place = [own]
         distributed.broadcast_object_list(place)
         has_followed = main(Path(place[0]))

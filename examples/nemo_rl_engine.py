@@ -1,8 +1,8 @@
 """A checkpoint engine for NeMo-RL over a dbuffer store: copy it into your package.
 
-Each refit has a name, from the first policy rank, and a number: a rollout worker loads that refit's
-version and no other. It was run with NeMo-RL's base class alone, with two ranks on each side. In
-NeMo-RL's configuration::
+A refit's version has the first policy rank's name and the refit's number in its metadata, and a
+rollout worker loads only this version. Tested only with NeMo-RL's base class, with two ranks on
+each side. In NeMo-RL's configuration::
 
     policy.generation.refit_transport: "my_package.refit:StoreEngine"
     refit_cfg: {"my_package.refit:StoreEngine": {store: /mnt/shared/policy}}
@@ -32,7 +32,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]
         self.store = store  # NeMo-RL passes more settings
 
     def prepare(self) -> dict[str, str]:
-        """Return this rank's name; NeMo-RL adds ranks, and puts the policy's first."""
+        """Return a name for this rank. NeMo-RL puts the names of policy ranks first."""
         return {"name": secrets.token_hex(8)}
 
     def init_policy_process_group(
@@ -52,7 +52,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]
             if self.sender is not None:
                 self.sender.send(weights, metadata={"refit": [self.name, self.number]})
         finally:
-            for _ in weights:  # ranks gather each tensor together
+            for _ in weights:  # all ranks gather each tensor together, even after an error
                 pass
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:

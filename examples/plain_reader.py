@@ -2,9 +2,9 @@
 
     python examples/plain_reader.py STORE
 
-A start for a receiver in another language. It reads versions whole, in one file or in parts, and
-compares their checksums; it does not apply deltas, and no sender may write to the store meanwhile.
-Needs torch and xxhash.
+A starting point for a receiver in another language. It reads full versions, in one file or in
+parts, and verifies their checksums. It does not apply deltas, and no sender may write to the store
+meanwhile. Needs torch and xxhash.
 """
 
 import json
@@ -20,7 +20,7 @@ import xxhash
 def read_newest(
     directory: str | pathlib.Path,
 ) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]]:
-    """Return version, metadata and tensors of a store that no sender writes meanwhile."""
+    """Return version, metadata and tensors of a store. No sender may write to it meanwhile."""
     store = pathlib.Path(directory)
     pointer = json.loads((store / "CURRENT").read_bytes())
     buffer = store / pointer["buffer"]
@@ -29,7 +29,7 @@ def read_newest(
     assert manifest["state"] == "complete"
     for field in ("id", "runs", "generation", "writer"):
         assert manifest[field] == pointer[field]
-    assert manifest["anchor"] is None  # versions with deltas are not read here
+    assert manifest["anchor"] is None  # this program cannot read deltas
 
     path = buffer / manifest["file"]
     data = path.read_bytes()

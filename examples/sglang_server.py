@@ -6,8 +6,9 @@ Start the server on any host that sees the store, then this program::
         --custom-weight-loader dbuffer.integrations.sglang.load_from_store
     python examples/sglang_server.py MODEL http://localhost:30000 /dev/shm/policy
 
-Training is left out: a step moves the weights a little, at random. Each batch of rollouts must be
-sampled with the weights of the previous step, and be labeled so. Needs transformers and httpx.
+A step of training is only a small random change of the weights. Each batch of rollouts must be
+sampled with the weights of the previous step, and have their version as its label. Needs
+transformers and httpx.
 """
 
 import sys
@@ -49,7 +50,7 @@ def sample(url: str) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def train(model: torch.nn.Module) -> None:
-    """Stand in for a step of training on the rollouts."""
+    """Change the weights a little, in place of a step of training on the rollouts."""
     for parameter in model.parameters():
         parameter.add_(1e-3 * torch.randn_like(parameter))
 

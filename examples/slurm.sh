@@ -3,7 +3,7 @@
 #
 #     sbatch --nodes=3 examples/slurm.sh CHECKPOINT [OPTION OF vllm serve]...
 #
-# docs/recipes.md explains it. SHARED names a directory that all nodes see.
+# docs/recipes.md explains this script. SHARED names a directory that all nodes see.
 #SBATCH --job-name=dbuffer
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -23,7 +23,7 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 num_engines=$((${#hosts[@]} - 1))
 ((num_engines > 0)) || { echo "give two nodes or more" >&2; exit 2; }
 
-# Runs on each node of an engine: a server that dies is started again, and then loads from its
+# Runs on each engine's node. It restarts a server that died; the server then loads weights from its
 # copy in memory (local_store).
 serve() {
     trap 'rm -rf "$LOCAL"' EXIT
@@ -41,8 +41,8 @@ serve() {
 
 finish() {
     trap - EXIT TERM
-    scancel --signal=TERM "$SLURM_JOB_ID" || true # the steps; a signal to srun would be SIGKILL there
-    rm -rf "$RUN" || true # the store; before the wait, as SLURM may end this script meanwhile
+    scancel --signal=TERM "$SLURM_JOB_ID" || true # to the steps: for a signal to srun they would get SIGKILL
+    rm -rf "$RUN" || true # remove the store first, because SLURM may kill this script in the wait
     wait
     rm -rf "$RUN"
 }
@@ -53,8 +53,8 @@ mkdir -p "$RUN"
 export CHECKPOINT STORE LOCAL
 srun --nodes="$num_engines" --ntasks="$num_engines" --nodelist="$(IFS=,; echo "${hosts[*]:1}")" \
     --kill-on-bad-exit=0 bash -c "$(declare -f serve); serve \"\$@\"" serve "$@" &
-# Your trainer here, and torchrun before it, if it has several ranks. With --data-parallel-size D,
-# each server of a dense model has D receivers: then give D times as many.
+# Replace this by your trainer, with torchrun if it has several ranks. With --data-parallel-size D,
+# each server of a dense model has D receivers: then pass D times as many to --receivers.
 srun --nodes=1 --ntasks=1 --nodelist="${hosts[0]}" \
     python3 examples/trainer.py "$CHECKPOINT" "$STORE" --receivers "$num_engines" &
 wait "$!"

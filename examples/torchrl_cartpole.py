@@ -2,9 +2,9 @@
 
     python examples/torchrl_cartpole.py
 
-The workers' episodes give the return: it only rises if the weights reach them. Exit code 1 if it
-stays below 150. An episode ends after 500 frames at the latest, each worth 1; a random policy
-lasts about 22. Needs gymnasium and torchrl; takes half a minute on two cores.
+The return of the workers' episodes rises only if the weights reach the workers. Exit code 1 if the
+return stays below 150. An episode has at most 500 frames, each worth 1; with a random policy it has
+about 22. Needs gymnasium and torchrl; takes half a minute on two cores.
 """
 
 import os

@@ -16,13 +16,13 @@ from dbuffer import WeightSender
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of its command line."""
+    """Return the parser of the command line."""
     options = argparse.ArgumentParser(description="Train a checkpoint, and publish each step.")
     options.add_argument("checkpoint", help="directory of a checkpoint")
     options.add_argument("store", help="directory of the store")
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--receivers", type=int, default=0, help="engines to wait for, each step")
-    options.add_argument("--timeout-s", type=float, default=1800, help="of this wait")
+    options.add_argument("--timeout-s", type=float, default=1800, help="limit of this wait")
     return options
 
 

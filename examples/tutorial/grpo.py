@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--receivers", type=int, default=1, help="servers to wait for at each step")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--delta", action="store_true", help="publish what changed")
+    parser.add_argument("--delta", action="store_true", help="publish deltas")
     parser.add_argument("--metrics-port", type=int, help="serve the sender's metrics here")
     return parser.parse_args()
 

@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def generate(client: httpx.Client, model: str) -> tuple[torch.Tensor, str]:
-    """Return answers, shaped (prompts * GROUP_SIZE, ANSWER_TOKENS), and the version they are of."""
+    """Return answers, shaped (prompts * GROUP_SIZE, ANSWER_TOKENS), and their weight version."""
     question = {
         "model": model,
         "prompt": PROMPTS,
