@@ -110,7 +110,7 @@ class Found:
 
 
 def main(options: Namespace) -> int:
-    """Measure and print; 1 if a target was missed."""
+    """Measure and print. Return 1 if a target was missed."""
     environment = report.begin(options.dir[:1], engines.versions())
     quick = options.quick
     wide, narrow = ((0.25, 32), (0.25, 32)) if quick else ((1.0, 64), (0.5, 64))

@@ -57,11 +57,10 @@ class Cut(NamedTuple):
         """Return the range of this rank's part in an exported tensor, or None if it has no range.
 
         The part has a range if the tensor consists of parts along one dimension, each from a
-        different parameter, and this rank has only one part. If this is not the first dimension,
-        the parts must also have equal sizes, and their ranks must be one of ``groups``. mbridge
-        copies each element of the tensor from one parameter; ``owners`` has the number of this
-        parameter at the element's place. ``parameters`` maps the numbers of this rank's parameters
-        to names.
+        different parameter, and this rank has only one part. Along any dimension but the first, the
+        parts must also have equal sizes, and their ranks must be one of ``groups``. ``owners`` is
+        the tensor with each element replaced by the number of the parameter that mbridge copied
+        the element from. ``parameters`` maps the numbers of this rank's parameters to names.
         """
         if not owners.ndim:
             return None
