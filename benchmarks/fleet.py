@@ -138,7 +138,7 @@ class Fleet:
         }
 
     def flat(self, server: str, *, reads: int = 1) -> list[Transfer]:
-        """Return transfers: a publish to a server, and ``reads`` reads by each node."""
+        """Return transfers: a publish to a server, which each node reads ``reads`` times."""
         before = SERVER_IN if server == SERVER else FILESYSTEM_IN
         publish = Transfer(self.num_bytes, (Link(TRAINER), Link(before)))
         return [publish] + [
@@ -151,7 +151,7 @@ class Fleet:
         ]
 
     def tree(self, fan_out: int) -> list[Transfer]:
-        """Return transfers for a tree: ``fan_out`` mirrors read the server, as many each mirror."""
+        """Return transfers for a tree: ``fan_out`` nodes read the server, and as many each node."""
         publish = Transfer(self.num_bytes, (Link(TRAINER), Link(SERVER_IN)))
         return [publish] + [
             Transfer(

@@ -308,7 +308,7 @@ def write_when_told(
         connection.send("begins")
         try:
             answer: float | str = timed(lambda: opened[name].send(source.tree))  # noqa: B023 - called at once
-        except Exception as error:  # noqa: BLE001 - which ones there are is a result
+        except Exception as error:  # noqa: BLE001 - the kind of error is a result
             answer = type(error).__name__
         connection.send(answer)
 
@@ -349,6 +349,6 @@ def _read(transport: Way, shapes: Shapes) -> Read | None:
     """Read a version and return the result, or None if there is nothing new."""
     try:
         received = transport.receive_copy()
-    except Exception as error:  # noqa: BLE001 - which ones there are is a result
+    except Exception as error:  # noqa: BLE001 - the kind of error is a result
         return Read(error=type(error).__name__)
     return None if received is None else look(dict(received.items()), shapes)
