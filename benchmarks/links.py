@@ -1,7 +1,7 @@
 """Copies of versions through a bucket, over slow, lossy, long and shared links.
 
-A bucket's server is at one end of an emulated link (`benchmarks.emulated_link`). At the other end, a
-mirror into the bucket runs, and then a mirror out of the bucket. Plain puts and gets of the same
+A bucket's server is at one end of an emulated link (`benchmarks.emulated_link`). At the other end
+runs a mirror into the bucket, and then a mirror out of the bucket. Plain puts and gets of the same
 bytes show how fast TCP is on the link.
 """
 
