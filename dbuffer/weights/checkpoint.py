@@ -202,7 +202,7 @@ def _parse_entry(
     are_sizes = all(type(number) is int and number >= 0 for number in (first, end, *shape))
     if not are_sizes or end - first != num_bytes:
         raise ValueError(
-            f"{name!r} has dtype {dtype} and shape {shape}, but bytes {first} to {end}"
+            f"{name!r} has dtype {dtype} and shape {shape}, which do not fit bytes {first} to {end}"
         )
     return DTYPES[dtype], tuple(shape), first, num_bytes
 

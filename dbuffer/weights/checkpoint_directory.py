@@ -73,7 +73,9 @@ class Checkpoint:
             raise InvalidWeightsError(f"{INDEX} names files that do not exist: {listed(missing)}")
         index = self.files.get(self.path / INDEX)
         if index is None and (len(names) > 1 or _PART.search(names[0].name)):
-            raise InvalidWeightsError(f"the checkpoint has several files, but no {INDEX}")
+            raise InvalidWeightsError(
+                f"the checkpoint has several files, but no {INDEX}, so its save is not complete"
+            )
         for file in names:
             modified_at = self.files[file].modified_at
             if index is not None and modified_at > index.modified_at:
@@ -141,7 +143,7 @@ def send_saved(
 
 
 def order_of(metadata: Mapping[str, Any]) -> Order:
-    """Return the key that sorts versions by checkpoint, after versions without a checkpoint."""
+    """Return a version's sort key, from its metadata. Versions without a checkpoint sort first."""
     saved_at, step = metadata.get(SAVED_AT), metadata.get("step")
     if not isinstance(saved_at, float):
         return 0.0, -1

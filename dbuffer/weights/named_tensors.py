@@ -134,12 +134,12 @@ def _refuse_lazy_stack(value: Any, where: str) -> None:
     if isinstance(value, LazyStackedTensorDict):
         raise InvalidWeightsError(
             f"{where} is a lazy stack: publish its members under different names, or publish "
-            "its contiguous()"
+            "the result of its contiguous()"
         )
 
 
 def by_name(names: Collection[str], tensors: Iterable[_Value]) -> dict[str, _Value]:
-    """Return tensors by name. Invalid names are refused, as in `check_names`."""
+    """Return tensors by name. Refuse the names that `check_names` refuses."""
     check_names(names)
     return dict(zip(names, tensors, strict=True))
 
@@ -167,7 +167,7 @@ def check_names(names: Collection[str]) -> None:
 def spec_of(
     name: str, tensor: torch.Tensor | LazyTensor, dtype: torch.dtype | None = None
 ) -> TensorSpec:
-    """Return a published tensor's spec, with ``dtype`` or, if it is not cast, its own dtype."""
+    """Return the spec to publish a tensor with. Its dtype is ``dtype`` if the tensor is cast."""
     if dtype is None or not can_cast_to(tensor.dtype):
         dtype = tensor.dtype
     try:

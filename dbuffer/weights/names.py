@@ -257,7 +257,7 @@ class NameMap:
 
     @classmethod
     def parse(cls, content: Any, source: str) -> Self:
-        """Make a map from the content of a mapping file, which is ``source`` in error messages."""
+        """Make a map from a mapping file's content. Error messages begin with ``source``."""
         match content:
             case {"rules": list(rules), **rest} if not rest:
                 return cls(rule for fields in rules for rule in parse_rule(fields, source))
