@@ -70,7 +70,7 @@ class StagedVersion:
             if tensor.is_meta and isinstance(model, nn.Module)
         }
         # The matcher refuses a published tensor without a target in the model. Extra state is no
-        # tensor of the model, so pass it as its own target.
+        # tensor of the model, so its published tensor is its own target.
         extra = {name: self.tensors[name] for name in (EXTRA_STATE,) if name in self.tensors}
         match = matcher.match(targets | to_install | extra, self.layout)
         match.require_ties(self._tensor)

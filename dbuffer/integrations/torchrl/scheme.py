@@ -45,7 +45,8 @@ class DoubleBufferSyncScheme(StoreScheme):
         num_threads: number of copying threads, in the trainer and in each worker.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
         sync: whether ``send`` waits until the workers have applied the weights.
-        timeout_s: how long ``send`` waits for workers, and a worker for its first weights.
+        timeout_s: how long ``send`` waits for workers, and how long a worker waits for its first
+            weights.
         **options: fields of :class:`dbuffer.SenderOptions`, and the receivers' ``verify`` and
             ``poll_interval_s``.
     """
