@@ -249,8 +249,11 @@ class Deltas:
         if copy is not None and draft.has_file:
             with world.step("write its part"), ThreadPoolExecutor(1, "delta", leave_core) as thread:
                 if find is not None:
-                    with contextlib.suppress(RuntimeError):  # no thread can be started
+                    try:
                         find = thread.submit(find).result
+                    except RuntimeError as error:  # a limit on threads is reached
+                        message = "%s: no thread to encode a delta with (%s): encoding it later"
+                        log_once(logger, message, self._store.root, str(error))
                 draft.write(range(len(copy.contents.views)), copy.contents.views)
         elif copy is not None:
             if not self._hashed:

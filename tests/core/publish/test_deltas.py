@@ -12,6 +12,7 @@ import math
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -723,6 +724,26 @@ def test_versions_on_a_gpu_are_compared_there_if_it_has_room(
             assert_all_read(store, reader, weights)
     assert compare_files.call_count == num_files_compared
     assert ("comparing files" in caplog.text) == (not has_room)
+
+
+@pytest.mark.parametrize("mount", ["GPU"], indirect=True)
+def test_a_delta_is_encoded_later_if_no_thread_can_be_started(
+    store, mount, sender, reader, monkeypatch, caplog
+):
+    """This is logged once."""
+    start = threading.Thread.start
+
+    def refuse_to_encode(thread: threading.Thread) -> None:
+        if thread.name.startswith("delta"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_to_encode)
+    for version in (1, 2, 3):
+        assert (publish(sender, version)[0] is None) == (version == 1)
+        assert opened(reader) == version
+    [record] = [record for record in caplog.records if "can't start new thread" in record.message]
+    assert record.message.startswith(f"{store}: no thread to encode a delta with")
 
 
 REFUSED: dict[str, dict[str, Any]] = {
