@@ -130,8 +130,8 @@ class Deltas:
         self._copy: KeptCopy | None = None
         self._file: MappedTensors | None = None
         self._base: DeltaBase | None = None
-        self._has_last = False
-        self._why_none = "this sender has published no version yet"
+        self._why_none: str | None = "this sender has published no version yet"
+        """Reason that the next version has no delta, or None if this sender has a last version."""
         self._find: Callable[[], Changes] | None = None
         """Function that encodes and returns the changes that `begin` has found on a GPU."""
         self._changes: Changes | None = None
@@ -140,11 +140,11 @@ class Deltas:
 
     def forget(self, reason: str = _FAILED) -> None:
         """Forget the last version. The next version has no delta, and the log gives ``reason``."""
-        self._has_last, self._why_none = False, reason
+        self._why_none = reason
         self._copy = self._file = self._base = self._changes = self._find = None
 
     def patch_of(self, patches: Iterable[SparsePatch], *, must_be_finite: bool) -> Patch:
-        if self._part is None or not self._has_last:
+        if self._part is None or self._why_none is not None:
             raise VersionError(
                 f"this sender has no last version in {self._store.root} that patches could change: "
                 "send all weights first, and again after each error"
@@ -158,14 +158,12 @@ class Deltas:
         changes. ``version`` is the version's number, which only rank 0 needs, for its log.
         """
         world, self._version = self._world, version
-        if self._has_last and self._part is not part:
+        if self._why_none is None and self._part is not part:
             self.forget("it has other tensors than the last version, or other ranks hold them")
-        is_first = not self._has_last
-        if is_first:
+        if self._why_none is not None:
             self._explain(self._why_none)
         # Until `keep` is called, count the last version as gone: any step before may fail.
-        self._has_last, self._why_none, self._changes = False, _FAILED, None
-        self._part, self._find = part, None
+        self._why_none, self._part, self._changes, self._find = _FAILED, part, None, None
         gpu = self._gpu_for_copy(part, source) if self._maps_files else None
         if self._maps_files and gpu is None:
             self._copy = None
@@ -347,7 +345,7 @@ class Deltas:
         """Keep the published version's mapped file or copy, for the delta to the next version."""
         if self._maps_files:
             self._file = draft.mapped
-        self._has_last = True
+        self._why_none = None
 
     def _write_delta(self, draft: Draft, checksums: list[int] | None) -> int | None:
         base, changes, layout = self._base, self._changes, draft.layout
