@@ -1,17 +1,22 @@
-"""Compares two versions with one layout, and encodes the changed words as chunks of a delta file.
+"""Finds the words that changed between two versions, and encodes them as chunks of a delta file.
 
 The comparison is of bits, not of numbers: -0.0 differs from 0.0, and a NaN equals a NaN with the
-same bits. The copier's threads compare with numpy, which takes half of torch's time and releases
-the interpreter's lock too. `device_changes` compares versions in a GPU's memory.
+same bits. Three functions find changes:
+
+- `find_changes` compares two versions in main memory. The copier's threads compare with numpy,
+  which takes half of torch's time and releases the interpreter's lock too.
+- `find_on_device` compares two versions in a device's memory. The device finds the changed words,
+  and only these are copied to main memory. `encode_found` encodes them later.
+- `apply_patch` writes new words into a version, and compares only these.
+
+All three encode the changes with `_encode`.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -23,21 +28,25 @@ from dbuffer.format.delta import GAP_BYTES, MAX_CHANGED_BYTES, Chunk
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
+from dbuffer.io.devices import Download
 
 CHUNK_BYTES = 16 << 20
 """Bytes of a version that become one chunk, unless `MAX_CHANGED_BYTES` of them changed. On two CPU
 cores, applying such chunks takes three quarters of the time of chunks of 4 MiB."""
 
-COMPARED_BYTES = 4 << 20
-"""Bytes of a version that a thread compares at a time."""
+COMPARED_BYTES = 1 << 20
+"""Bytes of a version that a thread compares at a time. A core's cache has room for their
+differences."""
 
-T = TypeVar("T")
+DEVICE_BYTES = 64 << 20
+"""Bytes of a version that a device compares at a time. The host waits once for each comparison,
+which takes as much memory again, and up to 20 bytes for each changed word."""
 
 Words: TypeAlias = npt.NDArray[Any]
 
-Plane: TypeAlias = npt.NDArray[np.uint8]
-
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+
+_SIGNED_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Changes(msgspec.Struct, frozen=True):
@@ -71,16 +80,16 @@ class Patch(NamedTuple):
     words: Words
 
 
-_Range: TypeAlias = tuple[int, int, int]
-"""Range of memory that becomes one chunk of a delta: its first byte, its end, and the size of its
-words in bytes."""
-
 _Found: TypeAlias = tuple[Integers, Words]
-"""Ascending positions of changed words, and for each word its new minus its old value."""
+"""Places of changed words in memory, in ascending order, and for each word its new minus its old
+value. Places count words from the beginning of the layout."""
 
-_FindChanges: TypeAlias = Callable[[int, int, int], _Found]
+_Find: TypeAlias = Callable[[int, int, int], _Found]
 """Function that finds the changed words in a range of memory, given as start, end and word size in
 bytes."""
+
+_Range: TypeAlias = tuple[int, int, int]
+"""Range of memory that becomes one chunk of a delta: the arguments of `_Find`."""
 
 
 def find_changes(
@@ -101,43 +110,104 @@ def find_changes(
     rank's number and the number of ranks: each rank compares an equal share. If the changed words
     have more bytes than ``max_bytes``, the comparison stops early, and the result is incomplete.
     """
-    ranges = ranges_of(layout, first_byte, first_byte + len(after), CHUNK_BYTES)
+    old, new = before.numpy(), after.numpy()
+    ranges = _cut(layout, first_byte, first_byte + len(old), CHUNK_BYTES)
     first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))
-    scratch = _Scratch()
 
     def find(start: int, end: int, width: int) -> _Found:
-        inside = slice(start - first_byte, end - first_byte)
-        return _compare(words_in(before[inside], width), words_in(after[inside], width), scratch)
+        found: list[_Found] = []
+        for at in range(start, end, COMPARED_BYTES):
+            inside = slice(at - first_byte, min(at + COMPARED_BYTES, end) - first_byte)
+            positions, differences = _compare(
+                *(side[inside].view(WORDS[width]) for side in (old, new))
+            )
+            found.append((positions + at // width, differences))
+        return _join(found)
 
-    return _encode(find, ranges[first:last], layout, copier, file_starts, max_bytes)
+    work = [(find, each) for each in ranges[first:last]]
+    return _encode(work, layout, copier, file_starts, max_bytes)
 
 
 def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copier) -> Changes:
     """Write a patch into memory that has the previous version's bytes; return the changes."""
-    words, width = words_in(memory, patch.words.itemsize), patch.words.itemsize
+    width = patch.words.itemsize
+    words = memory.numpy().view(WORDS[width])
 
     def find(start: int, end: int, width: int) -> _Found:
         first, last = patch.places.searchsorted((start // width, end // width)).tolist()
         places, new = patch.places[first:last], patch.words[first:last]
         differences = new - words.take(places)
         words[places] = new
-        (differs,) = differences.nonzero()
-        return places.take(differs) - start // width, differences.take(differs)
+        (differs,) = (differences != 0).nonzero()
+        return places.take(differs), differences.take(differs)
 
-    ranges = [
-        (start, end, width) for start, end, _ in ranges_of(layout, 0, len(memory), CHUNK_BYTES)
+    ranges = _cut(layout, 0, len(memory), CHUNK_BYTES)
+    return _encode([(find, (start, end, width)) for start, end, _ in ranges], layout, copier)
+
+
+def find_on_device(
+    before: torch.Tensor, after: torch.Tensor, layout: Layout, *, first_byte: int, max_bytes: float
+) -> list[DeviceChanges]:
+    """Compare two versions in a device's memory. Takes the arguments of `find_changes`."""
+    found: list[DeviceChanges] = []
+    for start, end, width in _cut(layout, first_byte, first_byte + len(after), DEVICE_BYTES):
+        if sum(changes.num_bytes for changes in found) > max_bytes:
+            break
+        tensors = layout.byte_ranges.within(start, end).in_words(width)
+        padding = tensors.outside(start // width, end // width) - start // width
+        old, new = (side[start - first_byte : end - first_byte] for side in (before, after))
+        found.append(DeviceChanges(old, new, (start, end, width), padding))
+    return found
+
+
+class DeviceChanges:
+    """Changed words of a range of memory on a device, on their way to main memory.
+
+    ``padding`` has the positions of words that belong to no tensor.
+    """
+
+    def __init__(
+        self, old: torch.Tensor, new: torch.Tensor, compared: _Range, padding: Integers
+    ) -> None:
+        self.start, self.end, self.width = compared
+        words = _SIGNED_WORDS[self.width]
+        differences = new.view(words) - old.view(words)
+        if len(padding):
+            differences[torch.from_numpy(padding).to(new.device)] = 0
+        (positions,) = differences.nonzero(as_tuple=True)  # the host waits for the device here
+        self.num_bytes = self.width * len(positions)
+        self._positions = Download(positions.to(torch.int32))
+        self._differences = Download(differences[positions])
+
+    def find(self, start: int, end: int, width: int) -> _Found:
+        """Wait until the changed words are in main memory, and return those in a range."""
+        positions = self._positions.wait().numpy()
+        bounds = np.array((start - self.start, end - self.start), np.int32) // width
+        found = slice(*positions.searchsorted(bounds))
+        differences = self._differences.wait().numpy().view(WORDS[width])
+        return positions[found] + np.int64(self.start // width), differences[found]
+
+
+def encode_found(
+    found: Sequence[DeviceChanges], layout: Layout, copier: Copier, file_starts: Sequence[int]
+) -> Changes:
+    """Encode the results of `find_on_device` as `find_changes` does."""
+    work = [
+        (changes.find, (start, min(start + CHUNK_BYTES, changes.end), changes.width))
+        for changes in found
+        for start in range(changes.start, changes.end, CHUNK_BYTES)
     ]
-    return _encode(find, ranges, layout, copier)
+    return _encode(work, layout, copier, file_starts)
 
 
-def ranges_of(layout: Layout, first_byte: int, end_byte: int, most_bytes: int) -> list[_Range]:
+def _cut(layout: Layout, first_byte: int, end_byte: int, most_bytes: int) -> list[_Range]:
     """Cut memory into ranges. The word size of a range is the size of its smallest elements.
 
-    Adjacent ranges of `COMPARED_BYTES` with one word size are joined, up to ``most_bytes``.
+    Adjacent ranges of `MAX_CHANGED_BYTES` with one word size are joined, up to ``most_bytes``.
     """
     ranges: list[_Range] = []
-    for start in range(first_byte, end_byte, COMPARED_BYTES):
-        end = min(start + COMPARED_BYTES, end_byte)
+    for start in range(first_byte, end_byte, MAX_CHANGED_BYTES):
+        end = min(start + MAX_CHANGED_BYTES, end_byte)
         if not len(sizes := layout.byte_ranges.within(start, end).word_bytes):
             continue
         width = int(sizes.min())
@@ -148,26 +218,25 @@ def ranges_of(layout: Layout, first_byte: int, end_byte: int, most_bytes: int) -
 
 
 def _encode(
-    find: _FindChanges,
-    ranges: list[_Range],
+    ranges: Sequence[tuple[_Find, _Range]],
     layout: Layout,
     copier: Copier,
     file_starts: Sequence[int] | None = None,
     max_bytes: float = math.inf,
 ) -> Changes:
+    """Find the changed words in all ranges, and encode them. Ignore words that are no tensor's."""
     chunks: list[tuple[Chunk, bytes]] = []
     changed: set[int] = set()
     num_bytes = 0
     starts = None if file_starts is None else np.array(file_starts, np.int64)
 
-    def changes_in(start: int, end: int, width: int) -> Iterator[tuple[_Found, int]]:
+    def find_pieces(find: _Find, start: int, end: int, width: int) -> Iterator[_Found]:
         nonlocal num_bytes
-        for at in range(start, end, COMPARED_BYTES):
+        for at in range(start, end, MAX_CHANGED_BYTES):
             if num_bytes > max_bytes:
                 return
-            to = min(at + COMPARED_BYTES, end)
+            to = min(at + MAX_CHANGED_BYTES, end)
             places, differences = find(at, to, width)
-            places += at // width
             tensors = layout.byte_ranges.within(at, to).in_words(width)
             counts = tensors.counts(places)
             if counts.sum() < len(places):  # some are in the padding between tensors
@@ -176,54 +245,51 @@ def _encode(
             changed.update(tensors.tensors[counts > 0].tolist())
             if starts is not None:
                 places += (starts[tensors.tensors] // width - tensors.starts).repeat(counts)
-            num_bytes += width * len(places)  # may miss what another thread adds now: no harm
-            yield (places, differences), differences.nbytes
+            num_bytes += differences.nbytes  # may miss what another thread adds now: no harm
+            yield places, differences
 
     def work(first: int, last: int) -> None:
-        for of_range in itertools.starmap(changes_in, ranges[first:last]):
-            for group in groups_of(of_range):
-                chunks.append(_encode_chunk(*map(np.concatenate, zip(*group, strict=True))))
+        for find, (start, end, width) in ranges[first:last]:
+            for group in _groups_of(find_pieces(find, start, end, width)):
+                chunks.append(_encode_chunk(*_join(group)))
 
-    copier.in_parallel(work, copier.cut_work([end - start for start, end, _ in ranges]))
+    copier.in_parallel(work, copier.cut_work([end - start for _, (start, end, _) in ranges]))
     return Changes(sorted(chunks), changed)
 
 
-def groups_of(items: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
-    """Group the changes of adjacent ranges, given with their sizes in bytes, into chunks."""
-    group: list[T] = []
-    sum_bytes = 0
-    for item, num_bytes in items:
-        sum_bytes += num_bytes
-        if sum_bytes > MAX_CHANGED_BYTES:
+def _groups_of(pieces: Iterable[_Found]) -> Iterator[list[_Found]]:
+    """Group changes of adjacent ranges. A group has at most `MAX_CHANGED_BYTES` of new words."""
+    group: list[_Found] = []
+    num_bytes = 0
+    for piece in pieces:
+        num_bytes += piece[1].nbytes
+        if num_bytes > MAX_CHANGED_BYTES:
             yield group
-            group, sum_bytes = [], num_bytes
-        if num_bytes:
-            group.append(item)
+            group, num_bytes = [], piece[1].nbytes
+        if len(piece[0]):
+            group.append(piece)
     if group:
         yield group
 
 
-class _Scratch(threading.local):
-    """One thread's buffers for comparing a range. Allocating them takes longer than comparing."""
-
-    def __init__(self) -> None:
-        self.differences = np.empty(COMPARED_BYTES, np.uint8)
-        self.flags = np.empty(COMPARED_BYTES // 8, np.bool_)
+def _join(group: list[_Found]) -> _Found:
+    places, differences = zip(*group, strict=True)
+    return np.concatenate(places), np.concatenate(differences)
 
 
-def _compare(old: Words, new: Words, scratch: _Scratch) -> _Found:
+def _compare(old: Words, new: Words) -> _Found:
     """Return the positions of the words that differ, and for each word its new minus its old value.
 
-    Eight bytes are compared at a time. This is possible because the length of a range is a multiple
-    of `ALIGNMENT_BYTES`.
+    Few words differ, so eight bytes are looked at together, and then the results for four times
+    eight bytes. The length of a range is a multiple of both, because it is one of
+    `ALIGNMENT_BYTES`.
     """
-    differences = scratch.differences[: new.nbytes].view(new.dtype)
-    np.subtract(new, old, out=differences)
+    differences = new - old
     eights = differences.view(np.uint64)
-    flags = np.not_equal(eights, 0, out=scratch.flags[: len(eights)])
-    fours = flags.view(np.uint32)  # four flags at a time, as few are set
+    flags = eights != 0
+    fours = flags.view(np.uint32)
     (groups,) = (fours != 0).nonzero()
-    if 3 * len(groups) > 2 * len(fours):
+    if 10 * len(groups) > 9 * len(fours):
         (positions,) = (differences != 0).nonzero()
         return positions, differences.take(positions)
     (hits,) = fours.take(groups).view(np.bool_).nonzero()
@@ -242,36 +308,21 @@ def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
 
 
 def _encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
-    width = differences.itemsize
-    gaps = np.zeros(len(places), np.int64)
-    np.subtract(places[1:], places[:-1], out=gaps[1:])
-    gaps[1:] -= 1
+    """Make a chunk of changed words, given their places in the weights file."""
+    width, num_changed = differences.itemsize, len(places)
+    gaps = np.diff(places, prepend=places[:1] - 1) - 1
     zigzag = (differences << 1) ^ -(differences >> (8 * width - 1))
-    planes: list[Plane | None] = []
+    streams: list[bytes] = []
     for words, num_streams in ((gaps, GAP_BYTES), (zigzag, width)):
         num_planes = -(-int(words.max()).bit_length() // 8)  # all higher planes are zero
-        planes += [*np.ascontiguousarray(planes_of(words)[:num_planes])]
-        planes += [None] * (num_streams - num_planes)
-    return pack_chunk(int(places[0]), int(places[-1]), width, len(places), planes)
+        planes = np.ascontiguousarray(planes_of(words)[:num_planes])
+        streams += [delta.pack(plane) if plane.any() else b"" for plane in planes]
+        streams += [b""] * (num_streams - num_planes)
+    body = b"".join([np.array(list(map(len, streams)), "<u4").tobytes(), *streams])
+    start, end = width * int(places[0]), width * (int(places[-1]) + 1)
+    return Chunk(start, end - start, width, num_changed, len(body), digest(body)), body
 
 
-def pack_chunk(
-    first: int, last: int, width: int, num_changed: int, planes: Sequence[Plane | None]
-) -> tuple[Chunk, bytes]:
-    """Make a chunk of changed words, the first and last at these places, from its streams' bytes.
-
-    A stream of zeros may be None.
-    """
-    stored = [b"" if plane is None or not plane.any() else delta.pack(plane) for plane in planes]
-    body = b"".join([np.array(list(map(len, stored)), "<u4").tobytes(), *stored])
-    num_bytes = width * (last + 1 - first)
-    return Chunk(first * width, num_bytes, width, num_changed, len(body), digest(body)), body
-
-
-def words_in(memory: torch.Tensor, width: int) -> Words:
-    return memory.numpy().view(WORDS[width])
-
-
-def planes_of(words: npt.NDArray[Any]) -> Plane:
+def planes_of(words: Words) -> npt.NDArray[np.uint8]:
     """View the lowest byte of all words as one row, the next byte as the next row, and so on."""
     return words.view(np.uint8).reshape(len(words), words.itemsize).T

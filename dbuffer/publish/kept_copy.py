@@ -11,9 +11,17 @@ from typing import Any
 import torch
 
 from dbuffer.format.layout import Layout
-from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
+from dbuffer.io.changes import (
+    DEVICE_BYTES,
+    Changes,
+    DeviceChanges,
+    Patch,
+    apply_patch,
+    encode_found,
+    find_changes,
+    find_on_device,
+)
 from dbuffer.io.copier import Copier
-from dbuffer.io.device_changes import DEVICE_BYTES, DeviceChanges, encode_all, find_on_device
 from dbuffer.io.tensors import FileTensors, new_memory
 from dbuffer.publish.part import Part
 from dbuffer.runtime.lazy import cached_property
@@ -26,7 +34,7 @@ _BATCH_BYTES = 32 << 20
 
 _PENDING_BYTES = 256 << 20
 """Size in bytes of changed words that a copy on a device collects in main memory before it encodes
-them. Words and gaps take 7 bytes for each changed bfloat16 element, which counts as 2 bytes."""
+them. A changed bfloat16 element, which counts as 2 bytes, takes 6 bytes with its place."""
 
 
 class KeptCopy:
@@ -83,25 +91,23 @@ class KeptCopy:
     def _compare(self, first_byte: int, new: torch.Tensor) -> None:
         """Compare the bytes from ``first_byte`` on with new bytes, and note the changes."""
         assert self._changes is not None  # noqa: S101 - the copy holds a version
+        layout, old = self.part.layout, self.contents.data[first_byte : first_byte + len(new)]
         pending_bytes = sum(changes.num_bytes for changes in self._on_device)
-        num_bytes = sum(changes.num_bytes for changes in self._changes) + pending_bytes
-        if num_bytes > self._max_bytes:
+        max_bytes = self._max_bytes - pending_bytes - sum(it.num_bytes for it in self._changes)
+        if max_bytes < 0:
             return
-        part, old = self.part, self.contents.data[first_byte : first_byte + len(new)]
-        of_copy: dict[str, Any] = {
-            "first_byte": first_byte,
-            "file_starts": part.file_starts,
-            "max_bytes": self._max_bytes - num_bytes,
-        }
+        where: dict[str, Any] = {"first_byte": first_byte, "max_bytes": max_bytes}
         if self.device is None:
-            self._changes.append(find_changes(old, new, part.layout, self._copier, **of_copy))
+            where["file_starts"] = self.part.file_starts
+            self._changes.append(find_changes(old, new, layout, self._copier, **where))
             return
-        self._on_device += find_on_device(old, new, part.layout, **of_copy)
+        self._on_device += find_on_device(old, new, layout, **where)
         if pending_bytes > _PENDING_BYTES:
             self._encode()
 
     def _encode(self) -> None:
-        changes, self._on_device = encode_all(self._on_device, self._copier), []
+        found, self._on_device = self._on_device, []
+        changes = encode_found(found, self.part.layout, self._copier, self.part.file_starts)
         self._changes = [*(self._changes or ()), changes]
 
     def patch(self, patch: Patch) -> Changes:

@@ -13,7 +13,7 @@ import torch
 from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.ranges import Integers
-from dbuffer.io.changes import WORDS, Patch, words_in
+from dbuffer.io.changes import WORDS, Patch
 from dbuffer.io.tensors import DTYPES, flat_view
 from dbuffer.weights.named_tensors import problem_of_memory
 from dbuffer.weights.values import refuse_not_finite, refuse_overflow
@@ -76,7 +76,7 @@ def patch_of(patches: Iterable[SparsePatch], layout: Layout, *, must_be_finite: 
         first = layout.offsets[index] // width
         within = np.arange(first, first + per_element)
         places.append((positions[:, None] * per_element + within).reshape(-1))
-        words.append(words_in(flat_view(values), width))
+        words.append(flat_view(values).numpy().view(WORDS[width]))
     return Patch(np.concatenate(places), np.concatenate(words))
 
 

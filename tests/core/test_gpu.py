@@ -13,9 +13,9 @@ from benchmarks import models
 from benchmarks.layouts import PlannedReceiver
 from dbuffer.engine.plan import prepared_switch
 from dbuffer.errors import StoreAccessError
-from dbuffer.io import device_changes
+from dbuffer.io import changes
+from dbuffer.io.changes import encode_found, find_on_device
 from dbuffer.io.copier import Copier
-from dbuffer.io.device_changes import encode_all, find_on_device
 from dbuffer.io.devices import PageLock
 from dbuffer.receive.stager import DeviceMemory
 from tests.support.deltas import random_step
@@ -190,16 +190,16 @@ def test_deltas_of_weights_on_a_gpu(store, checksum):
 
 def test_a_gpu_encodes_the_same_chunks_as_a_cpu(monkeypatch):
     """The weights take several comparisons, and have words of all sizes."""
-    monkeypatch.setattr(device_changes, "DEVICE_BYTES", 16 << 20)
+    monkeypatch.setattr(changes, "DEVICE_BYTES", 16 << 20)
     copier, rng = Copier(2), np.random.default_rng(0)
     dtypes = ["bfloat16", "uint8", "float32", "complex128", "bfloat16"]
     sizes, shares = [20_000_003, 77_777, 3_000_001, 99_999, 5_000_000], [0.01, 0.2, 0.9, 0.1, 1.0]
     step = random_step(rng, dtypes, sizes, shares, copier)
     old, new = (step.contents(of_after=after).data.cuda() for after in (False, True))
-    offsets, size = step.layout.offsets, len(old)
-    found = find_on_device(old, new, step.layout, first_byte=0, file_starts=offsets, max_bytes=size)
+    found = find_on_device(old, new, step.layout, first_byte=0, max_bytes=len(old))
     assert len(found) > 3
-    assert [body for _, body in encode_all(found, copier).chunks] == step.chunks
+    encoded = encode_found(found, step.layout, copier, step.layout.offsets)
+    assert [body for _, body in encoded.chunks] == step.chunks
     copier.close()
 
 

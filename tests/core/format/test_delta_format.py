@@ -56,7 +56,7 @@ def mixed(copier: Copier) -> Step:
     shares = [0.02, 0.05, 0.1, 0.05, 0.9, 0.4, 1.0, 0.45, 0.4, 1.0, 0.01, 0.2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(io_changes, "CHUNK_BYTES", 128)
-        patch.setattr(io_changes, "COMPARED_BYTES", 64)
+        patch.setattr(io_changes, "MAX_CHANGED_BYTES", 64)
         return random_step(rng, dtypes, sizes, shares, copier)
 
 
@@ -66,7 +66,7 @@ def cut(copier: Copier) -> Step:
     dtypes, sizes, shares = ["bfloat16"] * 4, [9000, 70_000, 800, 600], [0.02, 0.0001, 0.9, 0.4]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(io_changes, "CHUNK_BYTES", 4096)
-        patch.setattr(io_changes, "COMPARED_BYTES", 1024)
+        patch.setattr(io_changes, "MAX_CHANGED_BYTES", 1024)
         return random_step(rng, dtypes, sizes, shares, copier)
 
 

@@ -16,11 +16,16 @@ from dbuffer.errors import DBufferError
 from dbuffer.format import delta as delta_format
 from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, TensorSpec
 from dbuffer.io import changes as io_changes
-from dbuffer.io import device_changes
-from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
+from dbuffer.io.changes import (
+    Changes,
+    Patch,
+    apply_patch,
+    encode_found,
+    find_changes,
+    find_on_device,
+)
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, changed_elements, encode_delta, merge_elements
-from dbuffer.io.device_changes import encode_all, find_on_device
 from dbuffer.io.tensors import DTYPES
 from tests.support import deltas
 from tests.support.deltas import (
@@ -50,7 +55,8 @@ def copier():
 def small_chunks(monkeypatch):
     """Chunks of a few words."""
     monkeypatch.setattr(io_changes, "CHUNK_BYTES", 1024)
-    monkeypatch.setattr(io_changes, "COMPARED_BYTES", 256)
+    monkeypatch.setattr(io_changes, "MAX_CHANGED_BYTES", 256)
+    monkeypatch.setattr(io_changes, "COMPARED_BYTES", 64)
 
 
 def positions_of(step, copier):
@@ -162,29 +168,25 @@ def test_a_device_encodes_the_same_bytes(copier, small_chunks, seed, tensors, wi
     for size, offset in zip(step.layout.sizes, step.layout.offsets, strict=True):
         new[offset + size : offset + size + -size % 64] ^= 0xFF
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_changes, "DEVICE_BYTES", window)
-        starts = [offset + (5 << 32) for offset in step.layout.offsets]
-        shared = {"file_starts": starts, "first_byte": 0, "max_bytes": float("inf")}
-        found = find_on_device(old, new, step.layout, **shared)
-    encoded = encode_all(found, copier)
+        patch.setattr(io_changes, "DEVICE_BYTES", window)
+        found = find_on_device(old, new, step.layout, first_byte=0, max_bytes=float("inf"))
+    starts = [offset + (5 << 32) for offset in step.layout.offsets]
+    encoded = encode_found(found, step.layout, copier, starts)
     expected = find_changes(old, new, step.layout, copier, file_starts=starts)
     assert encoded == expected
     assert [body for _, body in encoded.chunks] == step.chunks
     assert sum(changes.num_bytes for changes in found) == expected.num_bytes
 
 
-def test_a_chunk_changes_no_more_than_its_limit(copier, small_chunks, monkeypatch):
-    monkeypatch.setattr(io_changes, "MAX_CHANGED_BYTES", 512)
-    step = random_step(3, ["bfloat16"], [5000], [0.7], copier)
+def test_a_chunk_changes_no_more_than_its_limit(copier, small_chunks):
+    step = random_step(3, ["bfloat16"], [5000], [0.2], copier)
     sizes = [chunk.num_changed * chunk.word_bytes for chunk in step.header.chunks]
-    assert max(sizes) <= 512 < min(map(sum, itertools.pairwise(sizes[:-1])))
+    assert max(sizes) <= 256 < sum(sizes[:2])
     assert_right(step, copier)
     old, new = step.contents().data, step.contents(of_after=True).data
-    starts = step.layout.offsets
-    found = find_on_device(
-        old, new, step.layout, first_byte=0, file_starts=starts, max_bytes=len(old)
-    )
-    assert [body for _, body in encode_all(found, copier).chunks] == step.chunks
+    found = find_on_device(old, new, step.layout, first_byte=0, max_bytes=len(old))
+    encoded = encode_found(found, step.layout, copier, step.layout.offsets)
+    assert [body for _, body in encoded.chunks] == step.chunks
 
 
 @pytest.mark.usefixtures("small_chunks")
