@@ -26,12 +26,11 @@ T = TypeVar("T")
 
 
 class ChainReader:
-    """Reader of an open version's deltas. It reads the header of each delta once."""
+    """Reader of an open version's deltas."""
 
     def __init__(self, opened: OpenVersion, layout: Layout) -> None:
         self._opened = opened
         self._layout = layout
-        self._headers: dict[VersionId, DeltaHeader] = {}
 
     def read(
         self,
@@ -88,7 +87,8 @@ class ChainReader:
             return None
         expected = list(expected)
         for version in later:
-            if (checksums := self.header(version).record.checksums) is None:
+            header = self._use(version, lambda header, _: header)
+            if (checksums := header.record.checksums) is None:
                 raise StoreCorruptError(
                     f"{self._opened.name}: the delta that leads to {version} was written without "
                     "checksums of its tensors"
@@ -96,9 +96,6 @@ class ChainReader:
             for index, checksum in checksums:
                 expected[index] = int(checksum, 16)
         return expected
-
-    def header(self, version: VersionId) -> DeltaHeader:
-        return self._headers.get(version) or self._use(version, lambda header, _: header)
 
     def _table(self) -> list[int] | None:
         manifest = self._opened.manifest
@@ -114,9 +111,7 @@ class ChainReader:
         """
         path, file = self._opened.open_delta(version)
         with file, naming(path):
-            if version not in self._headers:
-                self._headers[version] = self._read_header(path, file, version)
-            header = self._headers[version]
+            header = self._read_header(path, file, version)
 
             def read_chunk(number: int) -> bytes:
                 start, end = header.places[number : number + 2]
