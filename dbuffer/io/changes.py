@@ -146,13 +146,11 @@ def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copi
 
 
 def find_on_device(
-    before: torch.Tensor, after: torch.Tensor, layout: Layout, *, first_byte: int, max_bytes: float
+    before: torch.Tensor, after: torch.Tensor, layout: Layout, *, first_byte: int = 0
 ) -> list[DeviceChanges]:
     """Compare two versions in a device's memory. Takes the arguments of `find_changes`."""
     found: list[DeviceChanges] = []
     for start, end, width in _cut(layout, first_byte, first_byte + len(after), DEVICE_BYTES):
-        if sum(changes.num_bytes for changes in found) > max_bytes:
-            break
         tensors = layout.byte_ranges.within(start, end).in_words(width)
         padding = tensors.outside(start // width, end // width) - start // width
         old, new = (side[start - first_byte : end - first_byte] for side in (before, after))

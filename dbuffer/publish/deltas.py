@@ -118,13 +118,11 @@ class Deltas:
         copier: Copier,
         *,
         maps_files: bool,
-        hashed: bool,
     ) -> None:
         self._store = store
         self._world = world
         self._copier = copier
         self._maps_files = maps_files
-        self._hashed = hashed
         self._version = 0
         self._part: Part | None = None
         self._copy: KeptCopy | None = None
@@ -254,7 +252,7 @@ class Deltas:
                         log_once(logger, message, self._store.root, str(error))
                 draft.write(range(len(copy.contents.views)), copy.contents.views)
         elif copy is not None:
-            if not self._hashed:
+            if not draft.hashed:
                 return None
             with world.step("hash its part") as step:
                 step.result = copy.digests()

@@ -6,7 +6,6 @@ A sender compares the next version with this copy, to find what changed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -96,14 +95,21 @@ class KeptCopy:
         max_bytes = self._max_bytes - pending_bytes - sum(it.num_bytes for it in self._changes)
         if max_bytes < 0:
             return
-        where: dict[str, Any] = {"first_byte": first_byte, "max_bytes": max_bytes}
-        if self.device is None:
-            where["file_starts"] = self.part.file_starts
-            self._changes.append(find_changes(old, new, layout, self._copier, **where))
+        if self.device is not None:
+            self._on_device += find_on_device(old, new, layout, first_byte=first_byte)
+            if pending_bytes > _PENDING_BYTES:
+                self._encode()
             return
-        self._on_device += find_on_device(old, new, layout, **where)
-        if pending_bytes > _PENDING_BYTES:
-            self._encode()
+        changes = find_changes(
+            old,
+            new,
+            layout,
+            self._copier,
+            first_byte=first_byte,
+            file_starts=self.part.file_starts,
+            max_bytes=max_bytes,
+        )
+        self._changes.append(changes)
 
     def _encode(self) -> None:
         found, self._on_device = self._on_device, []

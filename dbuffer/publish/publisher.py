@@ -249,7 +249,7 @@ class Publisher(Closing, ProcessBound):
             # Imported here: a sender of whole versions does not need the modules of deltas.
             from dbuffer.publish.deltas import Deltas
 
-            self._deltas = Deltas(store, world, copier, maps_files=maps_files, hashed=hashed)
+            self._deltas = Deltas(store, world, copier, maps_files=maps_files)
 
     @property
     def store(self) -> Path:

@@ -169,7 +169,7 @@ def test_a_device_encodes_the_same_bytes(copier, small_chunks, seed, tensors, wi
         new[offset + size : offset + size + -size % 64] ^= 0xFF
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(io_changes, "DEVICE_BYTES", window)
-        found = find_on_device(old, new, step.layout, first_byte=0, max_bytes=float("inf"))
+        found = find_on_device(old, new, step.layout)
     starts = [offset + (5 << 32) for offset in step.layout.offsets]
     encoded = encode_found(found, step.layout, copier, starts)
     expected = find_changes(old, new, step.layout, copier, file_starts=starts)
@@ -184,7 +184,7 @@ def test_a_chunk_changes_no_more_than_its_limit(copier, small_chunks):
     assert max(sizes) <= 256 < sum(sizes[:2])
     assert_right(step, copier)
     old, new = step.contents().data, step.contents(of_after=True).data
-    found = find_on_device(old, new, step.layout, first_byte=0, max_bytes=len(old))
+    found = find_on_device(old, new, step.layout)
     encoded = encode_found(found, step.layout, copier, step.layout.offsets)
     assert [body for _, body in encoded.chunks] == step.chunks
 
