@@ -12,8 +12,8 @@ import xxhash
 
 from benchmarks.models import Weights
 from dbuffer.format.ranges import Integers
-from dbuffer.io.changes import Words
 from dbuffer.io.copier import Copier
+from dbuffer.io.delta import Words
 from dbuffer.io.tensors import as_bytes
 
 FROM_MEMORY, FROM_CACHE = "xxh3, from memory", "xxh3, from a core's cache"

@@ -18,8 +18,8 @@ from benchmarks.measure import median, timed
 from benchmarks.models import Weights
 from benchmarks.processes import as_network, scratch_folder, slow_link
 from dbuffer.format.ranges import Integers
-from dbuffer.io.changes import Words
 from dbuffer.io.copier import Copier
+from dbuffer.io.delta import Words
 
 _CHANGED = 0.01
 """Share of the elements, chosen at random, that a training step changes by one unit in the last

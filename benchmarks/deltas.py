@@ -223,7 +223,7 @@ def _contents(layout: Layout) -> FileTensors:
 
 def _file(versions: _Versions, found: Changes) -> list[bytes]:
     return encode_delta(
-        found,
+        found.chunks,
         None,
         base=VersionId(_RUN, 1),
         version=VersionId(_RUN, 2),

@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from dbuffer.format import delta
-from dbuffer.format.delta import GAP_BYTES, MAX_CHANGED_BYTES, Chunk
-from dbuffer.format.layout import Layout, digest
+from dbuffer.format.delta import MAX_CHANGED_BYTES, Chunk
+from dbuffer.format.layout import Layout
 from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
+from dbuffer.io.delta import WORDS, Words, encode_chunk
 from dbuffer.io.devices import Download
 
 CHUNK_BYTES = 16 << 20
@@ -41,10 +40,6 @@ differences."""
 DEVICE_BYTES = 64 << 20
 """Bytes of a version that a device compares at a time. The host waits once for each comparison,
 which takes as much memory again, and up to 20 bytes for each changed word."""
-
-Words: TypeAlias = npt.NDArray[Any]
-
-WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 _SIGNED_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -249,7 +244,7 @@ def _encode(
     def work(first: int, last: int) -> None:
         for find, (start, end, width) in ranges[first:last]:
             for group in _groups_of(find_pieces(find, start, end, width)):
-                chunks.append(_encode_chunk(*_join(group)))
+                chunks.append(encode_chunk(*_join(group)))
 
     copier.in_parallel(work, copier.cut_work([end - start for _, (start, end, _) in ranges]))
     return Changes(sorted(chunks), changed)
@@ -303,24 +298,3 @@ def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
     positions <<= shift
     positions |= hits & (size - 1)
     return positions
-
-
-def _encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
-    """Make a chunk of changed words, given their places in the weights file."""
-    width, num_changed = differences.itemsize, len(places)
-    gaps = np.diff(places, prepend=places[:1] - 1) - 1
-    zigzag = (differences << 1) ^ -(differences >> (8 * width - 1))
-    streams: list[bytes] = []
-    for words, num_streams in ((gaps, GAP_BYTES), (zigzag, width)):
-        num_planes = -(-int(words.max()).bit_length() // 8)  # all higher planes are zero
-        planes = np.ascontiguousarray(planes_of(words)[:num_planes])
-        streams += [delta.pack(plane) if plane.any() else b"" for plane in planes]
-        streams += [b""] * (num_streams - num_planes)
-    body = b"".join([np.array(list(map(len, streams)), "<u4").tobytes(), *streams])
-    start, end = width * int(places[0]), width * (int(places[-1]) + 1)
-    return Chunk(start, end - start, width, num_changed, len(body), digest(body)), body
-
-
-def planes_of(words: Words) -> npt.NDArray[np.uint8]:
-    """View the lowest byte of all words as one row, the next byte as the next row, and so on."""
-    return words.view(np.uint8).reshape(len(words), words.itemsize).T

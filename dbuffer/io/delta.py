@@ -1,4 +1,4 @@
-"""Makes a delta file from chunks of changes, and applies a delta file to an earlier version."""
+"""Encodes changed words as chunks of a delta file, and applies a delta to an earlier version."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dbuffer.errors import StoreCorruptError
@@ -17,15 +18,34 @@ from dbuffer.format.delta import GAP_BYTES, Chunk, DeltaHeader, DeltaRecord
 from dbuffer.format.layout import ITEM_BYTES, Layout, digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.ranges import Integers
-from dbuffer.io.changes import WORDS, Changes, Words, planes_of
 from dbuffer.io.copier import Copier
+
+Words: TypeAlias = npt.NDArray[Any]
+
+WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 ReadChunk: TypeAlias = Callable[[int], bytes | memoryview]
 """Function that returns the stored bytes of a chunk, given its number. Several threads call it."""
 
 
+def encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
+    """Make a chunk of changed words, given their places in the weights file."""
+    width, num_changed = differences.itemsize, len(places)
+    gaps = np.diff(places, prepend=places[:1] - 1) - 1
+    zigzag = (differences << 1) ^ -(differences >> (8 * width - 1))
+    streams: list[bytes] = []
+    for words, num_streams in ((gaps, GAP_BYTES), (zigzag, width)):
+        num_planes = -(-int(words.max()).bit_length() // 8)  # all higher planes are zero
+        planes = np.ascontiguousarray(_planes_of(words)[:num_planes])
+        streams += [delta.pack(plane) if plane.any() else b"" for plane in planes]
+        streams += [b""] * (num_streams - num_planes)
+    body = b"".join([np.array(list(map(len, streams)), "<u4").tobytes(), *streams])
+    start, end = width * int(places[0]), width * (int(places[-1]) + 1)
+    return Chunk(start, end - start, width, num_changed, len(body), digest(body)), body
+
+
 def encode_delta(
-    changes: Changes,
+    chunks: list[tuple[Chunk, bytes]],
     checksums: tuple[Sequence[int], Sequence[int]] | None,
     *,
     base: VersionId,
@@ -46,9 +66,9 @@ def encode_delta(
         id=version,
         layout_xxh3=layout_xxh3,
         checksums=changed,
-        chunks=[chunk for chunk, _ in changes.chunks],
+        chunks=[chunk for chunk, _ in chunks],
     )
-    return [delta.encode_header(record), *(body for _, body in changes.chunks)]
+    return [delta.encode_header(record), *(body for _, body in chunks)]
 
 
 def apply_delta(
@@ -182,7 +202,12 @@ def _join_planes(streams: list[memoryview], chunk: Chunk, dtype: np.dtype[Any]) 
     Stream ``i`` has byte ``i`` of every number, lowest byte first.
     """
     words = np.zeros(chunk.num_changed, dtype)
-    for plane, stream in zip(planes_of(words), streams, strict=False):
+    for plane, stream in zip(_planes_of(words), streams, strict=False):
         if len(stream):
             plane[:] = np.frombuffer(delta.unpack(stream, chunk.num_changed), np.uint8)
     return words
+
+
+def _planes_of(words: Words) -> npt.NDArray[np.uint8]:
+    """View the lowest byte of all words as one row, the next byte as the next row, and so on."""
+    return words.view(np.uint8).reshape(len(words), words.itemsize).T

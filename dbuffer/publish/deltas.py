@@ -350,7 +350,7 @@ class Deltas:
         if base is None or changes is None or not self._is_worth(changes):
             return None
         encoded = encode_delta(
-            changes,
+            changes.chunks,
             None if base.checksums is None or checksums is None else (base.checksums, checksums),
             base=base.manifest.id,
             version=draft.id,

@@ -13,7 +13,8 @@ import torch
 from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.ranges import Integers
-from dbuffer.io.changes import WORDS, Patch
+from dbuffer.io.changes import Patch
+from dbuffer.io.delta import WORDS
 from dbuffer.io.tensors import DTYPES, flat_view
 from dbuffer.weights.named_tensors import problem_of_memory
 from dbuffer.weights.values import refuse_not_finite, refuse_overflow

@@ -122,7 +122,7 @@ def make_step(
     checksums = tuple(map(copier.checksums, sides)) if hashed else None
     layout_xxh3 = layout.xxh3
     encoded, *chunks = encode_delta(
-        found, checksums, base=BASE, version=ID, layout_xxh3=layout_xxh3
+        found.chunks, checksums, base=BASE, version=ID, layout_xxh3=layout_xxh3
     )
     return Step(layout, layout_xxh3, before, after, encoded, chunks)
 

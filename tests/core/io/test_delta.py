@@ -209,7 +209,9 @@ def test_boxes_of_a_rank_are_far_apart_in_the_file(copier):
     after = before.clone()
     after[[3, boxes.offsets[1] + 4]] = 1
     changes = find_changes(before, after, boxes, copier, file_starts=starts)
-    encoded, *chunks = encode_delta(changes, None, base=BASE, version=ID, layout_xxh3=file.xxh3)
+    encoded, *chunks = encode_delta(
+        changes.chunks, None, base=BASE, version=ID, layout_xxh3=file.xxh3
+    )
     header = delta_format.decode_header(
         lambda start, size: encoded[start : start + size], file, file.xxh3
     )
