@@ -58,7 +58,10 @@ class KeptCopy:
 
     @cached_property
     def contents(self) -> FileTensors:
-        """Tensors of the copy, whose memory is allocated at the first use."""
+        """Tensors of the copy, whose memory is allocated at the first use.
+
+        That is in `write`, a step that all ranks take: if one has no room, all raise.
+        """
         return FileTensors.in_memory(self.part.layout, self.device)
 
     def take_changes(self) -> Changes:

@@ -30,7 +30,7 @@ import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
 from dbuffer.format.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import KeptMappings
+from dbuffer.io.tensors import FileTensors, KeptMappings
 from dbuffer.mirror import bucket_target
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.publish.draft import Draft
@@ -522,6 +522,24 @@ def test_what_is_wrong_on_one_rank_fails_on_all(world, store):
             kinds = [of for text, of in special.items() if text in expected]
             assert [kind] == (kinds or [dbuffer.InvalidWeightsError])
             assert re.search(expected, message)
+
+
+def send_without_room(rank: int, store: Path) -> str:
+    """Publish with deltas on a network mount; at first, rank 1 has no room for its copy."""
+    weights = pattern_of(1, distributed.get_world_size())
+    with mounted("network"), ShardedWeightSender(store, delta=True) as sender:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(FileTensors, "in_memory", mock.Mock(side_effect=MemoryError("full")))
+            with pytest.raises(dbuffer.RankFailedError) as caught:
+                sender.send(weights)
+        assert sender.send(weights).version == 1
+    return str(caught.value)
+
+
+def test_a_rank_without_room_for_a_copy_leaves_no_rank_waiting(world, store):
+    for message in world.run(send_without_room, store):
+        assert "rank 1 could not copy its part: MemoryError: full" in message
 
 
 def send_lazy(rank: int, store: Path) -> int:
