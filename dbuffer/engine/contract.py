@@ -375,7 +375,7 @@ class ModelState:
             raise errors.EngineBusyError(ASLEEP)
 
 
-_Call = Literal[
+Call = Literal[
     "begin",
     "reserve",
     "update",
@@ -404,7 +404,7 @@ class RankRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     * ``end``: stop following; the model keeps its weights.
     """
 
-    call: _Call
+    call: Call
     options: EngineOptions | None = None
     takes_over: bool = True
     """Whether to ``begin`` even if a rank follows another store, or with other options."""

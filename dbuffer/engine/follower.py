@@ -29,14 +29,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from dbuffer import errors
 from dbuffer.engine.contract import (
+    Call,
     Engine,
     EngineFacts,
     PauseMode,
-    RankAnswer,
     RankRequest,
     Switch,
     WeightLabel,
@@ -108,9 +106,12 @@ class Follower(Closing):
         *,
         pause: PauseMode = "keep",
         canary: Callable[[], str | None] | None = None,
+        of_draft: bool = False,
     ) -> None:
         engine.require_pause(pause)
         self._canary = canary
+        self._of_draft = of_draft
+        """Whether this follower switches the engine's draft model, and not its target."""
         self._accepted: VersionId | None = None
         self._engine = engine
         self._options = options
@@ -209,6 +210,8 @@ class Follower(Closing):
         is_new = self._state is _NEW
         self._note("lost")  # until the ranks have begun
         facts = self._engine.facts()
+        if self._of_draft:
+            facts = replace(facts, replica=f"{facts.replica}.draft")
         was_paused = self._engine.is_paused()
         options = self._options_for(facts)
         self._require_alone(facts)
@@ -220,13 +223,13 @@ class Follower(Closing):
         view.require_version()
         if options.draft_store is not None:
             self._draft = draft = self._draft or Follower(
-                _DraftOf(self._engine),
+                self._engine,
                 options.of_other(options.draft_store),
                 pause=self._pause_mode,
+                of_draft=True,
             )
             draft._note("lost")  # noqa: SLF001 - until its next sync
-        begin = RankRequest("begin", options=options)
-        self._begin_ranks(begin, "follow the store", facts, was_paused=was_paused)
+        self._begin_ranks("follow the store", facts, options, was_paused=was_paused)
         view.note_records()
         self._record = None
         self._adopt_and_label(view.engine_record())
@@ -254,10 +257,10 @@ class Follower(Closing):
         """End the pause that a killed follower left: no other process would end it."""
         if self._engine.has_own_pause:
             self._engine.resume()
-        elif self._engine.is_server:
+        elif self._engine.is_server and not self._of_draft:
             # If the weights are asleep, stay paused: a resumed engine would compute with them.
             with contextlib.suppress(errors.EngineBusyError):
-                self._engine.do(RankRequest("awake"))
+                self._ask("awake", "tell whether its weights are awake")
                 logger.warning("%s was paused when following began: resuming it", engine_id)
                 self._engine.resume()
 
@@ -292,28 +295,39 @@ class Follower(Closing):
         if view is None or not self._is_certain or self._has_restarted(view):
             self.start()
         elif view.has_lost_records():  # the store was replaced, or its ranks no longer follow it
-            begin = RankRequest("begin", options=view.options, takes_over=False)
-            was_paused = self._engine.is_paused()
-            self._begin_ranks(begin, "follow the store again", view.facts, was_paused=was_paused)
+            doing, was_paused = "follow the store again", self._engine.is_paused()
+            self._begin_ranks(
+                doing, view.facts, view.options, was_paused=was_paused, takes_over=False
+            )
             self._refresh_applied(view)
         assert self._view is not None  # noqa: S101 - by start()
         return self._view
 
-    def _begin_ranks(
-        self, begin: RankRequest, doing: str, facts: EngineFacts, *, was_paused: bool | None
-    ) -> None:
-        """Make the ranks follow the store. Pause the engine meanwhile if ``facts`` require it.
+    def _ask(self, call: Call, doing: str, **fields: Any) -> ReceiverRecord | None:
+        """Send a :class:`RankRequest` with these ``fields`` to all ranks; see :meth:`Engine.do`.
 
         ``doing`` names this step in errors.
         """
+        with self._translating(doing):
+            return self._engine.do(RankRequest(call, of_draft=self._of_draft, **fields))
+
+    def _begin_ranks(
+        self,
+        doing: str,
+        facts: EngineFacts,
+        options: EngineOptions,
+        *,
+        was_paused: bool | None,
+        takes_over: bool = True,
+    ) -> None:
+        """Make the ranks follow the store. Pause the engine meanwhile if ``facts`` require it."""
         with contextlib.ExitStack() as pause:
             if facts.begins_paused and (self._engine.has_own_pause or not was_paused):
                 self._note("paused")
                 pause.callback(self._resume)
                 with self._translating("pause"):
                     self._engine.pause("keep")
-            with self._translating(doing):
-                self._engine.do(begin)
+            self._ask("begin", doing, options=options, takes_over=takes_over)
 
     def _resume(self) -> None:
         self._engine.resume()
@@ -329,7 +343,7 @@ class Follower(Closing):
                 # Another program may have loaded weights. vLLM's core then ignores labels until a
                 # request reaches the ranks, so send a request. Then read the record again: it now
                 # describes the weights after that load.
-                self._engine.call(RankRequest("awake"))
+                self._engine.call(RankRequest("awake", of_draft=self._of_draft))
                 record = view.readable_record() or record
             self._adopt_and_label(record)
 
@@ -352,7 +366,7 @@ class Follower(Closing):
 
         Only a server can be restarted.
         """
-        if not self._engine.is_server:
+        if self._of_draft or not self._engine.is_server:
             return False
         if self.applied is not None:
             return self._engine.weight_version() != str(self.applied)
@@ -415,8 +429,7 @@ class Follower(Closing):
                 if self._owes_resume:
                     self._label_and_resume()
             if force and view.newer_than(None) is not None:
-                with self._translating("forget its weights"):
-                    self._engine.do(RankRequest("forget"))
+                self._ask("forget", "forget its weights")
                 self._refresh_applied(view)
             self._learn_attested()
             goal = self._find_goal(view, at_least)
@@ -474,14 +487,12 @@ class Follower(Closing):
             if refusal is None and version != self._accepted:
                 refusal = self._verdict(view.options)
             if refusal is None:
-                with self._translating("accept its version"):
-                    self._adopt_and_label(self._engine.do(RankRequest("accept")))
+                self._adopt_and_label(self._ask("accept", "accept its version"))
                 self._accepted = version
                 break
             refused[version] = refusal
             view.refuse(version, refusal)
-            with self._translating("leave its version"):
-                self._engine.do(RankRequest("forget"))
+            self._ask("forget", "leave its version")
             self._refresh_applied(view)
             goal = self._find_goal(view)
             if goal is None or goal in refused:  # a network mount can show the refusal late
@@ -518,8 +529,7 @@ class Follower(Closing):
             return
         if self._view is not None and self._view.facts.begins_paused:
             return  # the engine's ranks can exchange results only in a pause
-        with self._translating("compare its weights"):
-            record = self._engine.do(RankRequest("attest"))
+        record = self._ask("attest", "compare its weights")
         if record is not None:
             self._adopt_and_label(record)
             self._report.attested(record)
@@ -565,13 +575,12 @@ class Follower(Closing):
             # Reserve the version. Otherwise a rank could drop it for a newer version, and prepare
             # the newer version in the pause. If a rank is already preparing a newer version, wait
             # again.
-            with self._translating("keep the version that is ready"):
-                try:
-                    self._engine.do(RankRequest("reserve", update=_update_to(goal)))
+            try:
+                self._ask("reserve", "keep the version that is ready", update=_update_to(goal))
+                break
+            except errors.EngineUpdateError:
+                if not left_s:
                     break
-                except errors.EngineUpdateError:
-                    if not left_s:
-                        break
             time.sleep(min(left_s, TIMING.look_s))
         return time.monotonic() - started
 
@@ -617,7 +626,7 @@ class Follower(Closing):
         else:
             # Another program has paused the engine, perhaps in another mode. Pause it in this
             # follower's mode, too, unless the weights are asleep.
-            engine.do(RankRequest("awake"))
+            self._ask("awake", "tell whether its weights are awake")
         engine.pause(self._pause_mode)
         if not engine.has_own_pause and engine.is_paused() is False:
             raise errors.EngineBusyError("another program resumed the engine before the load")
@@ -635,7 +644,7 @@ class Follower(Closing):
         error: Exception | None = None
         record: ReceiverRecord | None = None
         try:
-            record = self._engine.do(RankRequest("update", update=update))
+            record = self._ask("update", f"switch to version {number_of(goal)}", update=update)
         except Exception as raised:  # noqa: BLE001 - the record decides
             error = raised
         load_s = time.monotonic() - started
@@ -670,7 +679,7 @@ class Follower(Closing):
         record = record or view.readable_record()
         if record is None or record.attempt != attempt:
             with contextlib.suppress(Exception):  # the update's own error says more
-                record = self._engine.do(RankRequest("acknowledge"))
+                record = self._ask("acknowledge", "tell its version")
         if record is None or record.attempt != attempt:
             return None
         self._adopt_and_label(record)
@@ -680,8 +689,7 @@ class Follower(Closing):
 
     def _acknowledge(self) -> None:
         self._note("lost")  # until all ranks have answered
-        with self._translating("acknowledge its version"):
-            self._engine.do(RankRequest("acknowledge"))
+        self._ask("acknowledge", "acknowledge its version")
         self._note("known")
 
     def _label_and_resume(self) -> None:
@@ -695,6 +703,8 @@ class Follower(Closing):
             self._resume()
 
     def _label(self, label: WeightLabel) -> None:
+        if self._of_draft:
+            return  # responses carry the target's label
         # Compare whole labels: versions of two runs can have the same number.
         if label != self._set_label or self._engine.weight_version() != label.version:
             self._engine.set_weight_version(label)
@@ -799,8 +809,7 @@ class Follower(Closing):
     def stop_workers(self) -> None:
         """Make the engine's ranks stop following the store. The engine keeps its weights."""
         if self._view is not None:
-            with self._translating("stop following"):
-                self._engine.do(RankRequest("end"))
+            self._ask("end", "stop following")
         self._note("lost")  # a later sync must start again
 
     def close(self) -> None:
@@ -823,54 +832,12 @@ class Follower(Closing):
         self._report.ended()
         if self._view is not None:
             self._view.close()
-        self._engine.close()
+        if not self._of_draft:
+            self._engine.close()
 
     def _forget(self) -> None:
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]
-
-
-class _DraftOf(Engine):
-    """Draft model of an engine, as an engine of its own that a follower can switch.
-
-    The label of the draft's weights stays in this object: responses carry the target's label.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._label = WeightLabel()
-        self.has_own_pause, self.pauses = engine.has_own_pause, engine.pauses
-
-    def facts(self) -> EngineFacts:
-        facts = self._engine.facts()
-        return replace(facts, replica=f"{facts.replica}.draft")
-
-    def call(self, request: RankRequest) -> list[RankAnswer]:
-        return self._engine.call(msgspec.structs.replace(request, of_draft=True))
-
-    def require_alive(self) -> None:
-        self._engine.require_alive()
-
-    def require_pause(self, mode: PauseMode) -> None:
-        self._engine.require_pause(mode)
-
-    def is_idle(self) -> bool:
-        return self._engine.is_idle()
-
-    def is_paused(self) -> bool | None:
-        return self._engine.is_paused()
-
-    def pause(self, mode: PauseMode) -> None:
-        self._engine.pause(mode)
-
-    def resume(self) -> None:
-        self._engine.resume()
-
-    def weight_version(self) -> str:
-        return self._label.version
-
-    def set_weight_version(self, label: WeightLabel) -> None:
-        self._label = label
 
 
 def _judge_by_prompts(
