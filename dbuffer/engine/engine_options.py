@@ -24,6 +24,7 @@ from dbuffer.format.lineage import (
     Token,
     VersionId,
     describe_fork,
+    number_of,
     relation,
 )
 from dbuffer.format.manifest import Manifest, is_multiple
@@ -31,6 +32,7 @@ from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.receive.follow_loop import Forked
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
+from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
 
 NO_STORE_YET = (
@@ -174,19 +176,36 @@ class EngineOptions:
         """Whether the options make the engine skip some versions."""
         return self.every > 1 or self.when is not None
 
-    def may_skip(self, newest: VersionId) -> bool:
-        """Whether the engine may have to skip ``newest``: an option can exclude it, or a canary."""
-        return self.skips or self.refusal(newest) is not None
+    def choose(self, newest: Lineage, store: DoubleBuffer | None = None) -> Lineage | None:
+        """Return the newest version in a store that the engine takes, or None if it takes none.
 
-    def takes(self, manifest: Manifest) -> bool:
-        """Whether the engine takes a version: its options select it, and no canary refused it."""
-        is_due = is_multiple(manifest.version, manifest.metadata, self.every, self.when or {})
-        return is_due and self.refusal(manifest.id) is None
+        The engine takes a version if the options select it, and no canary refused it. ``newest`` is
+        the store's newest version. Default of ``store``: the store that the ranks read.
+        """
+        if not self.skips and self.refusal(newest.id) is None:
+            return newest
+
+        def takes(manifest: Manifest) -> bool:
+            is_due = is_multiple(manifest.version, manifest.metadata, self.every, self.when or {})
+            return is_due and self.refusal(manifest.id) is None
+
+        return kept.newest_taken(store or self.buffer_of(self.read_store), takes)
+
+    def has(self, served: Lineage, goal: int | VersionId) -> bool:
+        """Whether an engine that serves ``served`` has ``goal`` or a later version.
+
+        With the option ``version``, a later version does not count.
+        """
+        if self.version is not None and served.id.number != number_of(goal):
+            return False
+        return served.reaches(goal) if isinstance(goal, VersionId) else served.id.number >= goal
 
     def refusal(self, version: VersionId) -> str | None:
         """Return the reason why a canary refused a version, with the canary's name, or None."""
-        store = DoubleBuffer(self.store, allow_shared_store=self.allow_shared_store)
-        return store.refusal(version)
+        return self.buffer_of(self.store).refusal(version)
+
+    def buffer_of(self, store: str) -> DoubleBuffer:
+        return DoubleBuffer(store, allow_shared_store=self.allow_shared_store)
 
     def of_other(self, store: str) -> Self:
         """Return these options for another store.

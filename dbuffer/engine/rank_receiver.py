@@ -35,7 +35,6 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.receive.stager import Staged, Stager
 from dbuffer.runtime.messages import described, listed
 from dbuffer.runtime.timing import TIMING
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 
 logger = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class RankReceiver:
             pin_memory=rank.device.type == "cuda" and options.staging != "map",
             forked=options.forked,
             version=options.version,
-            selection=options,
+            choose=options.choose,
             # If the engine skips versions, or stays on one, do not stage its present version once
             # more: this rank would keep the copy for long, and the sender would wait for it.
             applied=self._id if options.skips or self._version == options.version else None,
@@ -283,9 +282,7 @@ class RankReceiver:
 
     def _require_published(self, version: int) -> None:
         """Raise :class:`VersionError` for an unpublished version: the paused engine cannot wait."""
-        origin = DoubleBuffer(
-            self.options.store, allow_shared_store=self.options.allow_shared_store
-        )
+        origin = self.options.buffer_of(self.options.store)
         may_lag_s = 0.0 if origin.medium.maps_files else _NETWORK_LAG_S
         deadline = time.monotonic() + may_lag_s
         while True:
@@ -301,27 +298,21 @@ class RankReceiver:
             time.sleep(TIMING.stop_check_s)
 
     def _has_already(self, request: UpdateRequest) -> bool:
-        newest, has = self._stager.newest(), self._applied
-        goal = request.goal or self._stager.goal()
+        has, goal = self._applied, request.goal or self._stager.goal()
         if goal is None:
             to_take = " that this engine takes" if self.options.skips else ""
             raise VersionError(f"nothing{to_take} was published in {self.options.store} yet")
         if has is None:
             return False
-        number = number_of(goal)
-        if isinstance(goal, VersionId) and request.run is not None:
-            if not has.reaches(goal):
-                return False
-        elif newest is not None and self.options.has_forked(has, newest.lineage):
+        newest = self._stager.newest() if request.run is None else None
+        if newest is not None and self.options.has_forked(has, newest.lineage):
             return False
-        if has.id.number < number:
+        if not self.options.has(has, goal):
             return False
-        if has.id.number > number and self.options.version is not None:
-            return False  # the engine must go back to the version of the option ``version``
-        if has.id.number > number and request.version is not None:
+        if has.id.number > number_of(goal) and request.version is not None:
             raise VersionError(
-                f"version {number} of {self.options.store} is older than version {has.id.number}, "
-                "which the engine has; versions never go back"
+                f"version {number_of(goal)} of {self.options.store} is older than version "
+                f"{has.id.number}, which the engine has; versions never go back"
             )
         return self._state.broken is None
 

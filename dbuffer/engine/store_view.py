@@ -35,12 +35,11 @@ class StoreView:
         self.engine_id = engine_id_of(facts, options)
         self._token = options.record_token
         self._mirror = options.start_mirror()
-        is_trusted = options.allow_shared_store
-        self._store = DoubleBuffer(options.read_store, allow_shared_store=is_trusted)
+        self._store = options.buffer_of(options.read_store)
         self._origin = self._store
         """Store that the sender publishes in. A local store, its mirror, may be behind."""
         if options.store != options.read_store:
-            self._origin = DoubleBuffer(options.store, allow_shared_store=is_trusted)
+            self._origin = options.buffer_of(options.store)
         # This receiver only waits for new versions. It opens no version, so it writes no record.
         self._receiver = options.make_receiver()
         self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
@@ -155,14 +154,14 @@ class StoreView:
     def _taken_in(self, store: DoubleBuffer, newest: Lineage) -> Lineage | None:
         """Return the newest of a store's versions that the engine does not skip, or None."""
         options = self.options
-        if not options.may_skip(newest.id):
-            return newest
         if store is not self._store:
-            return kept.newest_taken(store, options.takes)
-        before = self._choice
-        if not before or before[0] != newest.id or (before[1] and options.refusal(before[1].id)):
-            self._choice = before = newest.id, kept.newest_taken(store, options.takes)
-        taken = before[1]
+            return options.choose(newest, store)
+        newest_before, taken = self._choice or (None, None)
+        if newest.id != newest_before or (taken and options.refusal(taken.id)):
+            taken = options.choose(newest, store)
+            if taken is newest:
+                return taken
+            self._choice = newest.id, taken
         # If all ranks have staged a later version, switch to it, even if it left the store.
         records = self._rank_records().values()
         staged = [record.staged for record in records if record is not None and record.staged]
@@ -231,13 +230,7 @@ class StoreView:
 
         With the option ``version``, a later version does not count.
         """
-        if record.lineage is None:
-            return False
-        if self.options.version is not None and record.applied_version != number_of(goal):
-            return False
-        if isinstance(goal, VersionId):
-            return record.lineage.reaches(goal)
-        return record.lineage.id.number >= goal
+        return record.lineage is not None and self.options.has(record.lineage, goal)
 
     def wait_ready(
         self,

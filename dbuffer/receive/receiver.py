@@ -140,11 +140,6 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         """Return the pointer to the newest version, or None if there is none."""
         return self._store.newest_pointer() if self._store.exists() else None
 
-    def newest_taken(self, takes: Callable[[Manifest], bool]) -> VersionId | None:
-        """Return the newest version in the store that ``takes`` accepts, or None."""
-        taken = kept.newest_taken(self._store, takes)
-        return None if taken is None else taken.id
-
     @property
     def last_seen(self) -> Lineage | None:
         """Newest version that this receiver has seen, with the runs that lead to it, or None."""

@@ -25,7 +25,7 @@ import torch
 from dbuffer import errors
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, number_of, relation
-from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer
+from dbuffer.format.manifest import MAX_INTEGER, Pointer
 from dbuffer.io.devices import PageLock, fork_streams, free_on
 from dbuffer.io.tensors import new_memory
 from dbuffer.receive.follow_loop import FollowLoop, Forked
@@ -105,16 +105,6 @@ class Staged:
     def version(self) -> int:
         """The version's number."""
         return self.lineage.id.number
-
-
-class Selection(Protocol):
-    """Choice of the versions that an engine takes."""
-
-    def may_skip(self, newest: VersionId) -> bool:
-        """Whether the engine's options can make it skip the store's newest version."""
-
-    def takes(self, manifest: Manifest) -> bool:
-        """Whether the engine switches to this version, instead of skipping it."""
 
 
 class State(enum.Enum):
@@ -265,7 +255,8 @@ class Stager(ProcessBound):
         pin_memory: page-lock the stager's memory, for faster copies to a device.
         version: stage only this version until it has been applied. Default: stage each newest
             version.
-        selection: versions to stage. Default: each newest version.
+        choose: called with the store's newest version. It returns the newest version to stage, or
+            None if no version of the store is to be staged. Default: each newest version.
         applied: version that the engine has at the start. Only later versions are staged.
         forked: ``"follow"`` stages the newest version after a fork; ``"refuse"`` reports a problem.
         on_found: called before each version is staged.
@@ -284,7 +275,7 @@ class Stager(ProcessBound):
         device: torch.device | None = None,
         pin_memory: bool = False,
         version: int | None = None,
-        selection: Selection | None = None,
+        choose: Callable[[Lineage], Lineage | None] = lambda newest: newest,
         applied: VersionId | None = None,
         forked: Forked = "refuse",
         on_found: Callable[[], None] | None = None,
@@ -311,7 +302,7 @@ class Stager(ProcessBound):
         self._memories = threading.Lock()
         """Lock held while the thread stages a version, or compares the engine's weights with it."""
         self._version = version
-        self._selection = selection
+        self._choose = choose
         self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
         self._interrupt = threading.Event()
         self._condition = threading.Condition()
@@ -341,9 +332,8 @@ class Stager(ProcessBound):
     def goal(self) -> VersionId | None:
         """Return the version to stage if no call requests one, or None if the store has none."""
         pointer = self.newest()
-        if pointer is None or self._selection is None or not self._selection.may_skip(pointer.id):
-            return None if pointer is None else pointer.id
-        return self._receiver.newest_taken(self._selection.takes)
+        chosen = None if pointer is None else self._choose(pointer.lineage)
+        return None if chosen is None else chosen.id
 
     def reserve(self, at_least: int | VersionId) -> bool:
         """For 10 s, do not replace a ready version that is ``at_least`` or later.
@@ -585,8 +575,8 @@ class Stager(ProcessBound):
             with self._loop.attempt():
                 number = None if exactly is None else number_of(exactly)
                 version = self._loop.wait(newer_than, exactly=number, interrupt=self._interrupt)
-                if version is not None and exactly is None and self._selection is not None:
-                    version, exactly = self._choose(self._selection, version, newer_than)
+                if version is not None and exactly is None:
+                    version, exactly = self._chosen(version, newer_than)
                 if version is not None and self._make_room(version):
                     if self._on_found is not None:
                         self._on_found()
@@ -648,20 +638,19 @@ class Stager(ProcessBound):
             return MAX_INTEGER, None  # stage nothing, unless the store forks
         return None, self._version
 
-    def _choose(
-        self, selection: Selection, newest: int, newer_than: int | None
-    ) -> tuple[int | None, VersionId | None]:
+    def _chosen(self, newest: int, newer_than: int | None) -> tuple[int | None, VersionId | None]:
         """Return the version to stage: its number, and its id unless it is the newest version.
 
         If there is nothing to stage, return (None, None): the stager waits for a newer version.
         """
         last_seen = self._receiver.last_seen
-        if last_seen is None or not selection.may_skip(last_seen.id):
+        assert last_seen is not None  # noqa: S101 - it is the newest version
+        chosen = self._choose(last_seen)
+        if chosen is last_seen:
             return newest, None
-        goal = self._receiver.newest_taken(selection.takes)
-        if goal is not None and goal.number > (newer_than or 0):
-            self._loop.uses(goal.number)
-            return goal.number, goal
+        if chosen is not None and chosen.id.number > (newer_than or 0):
+            self._loop.uses(chosen.id.number)
+            return chosen.id.number, chosen.id
         with self._condition:
             if not self._interrupt.is_set():  # else a call may have requested an earlier version
                 self._skipped = last_seen.at(newest)

@@ -29,7 +29,6 @@ from dbuffer.engine.follower import Follower
 from dbuffer.engine.server import EngineServer
 from dbuffer.errors import EngineBusyError, EngineUpdateError, OptionError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
-from dbuffer.store.buffer import DoubleBuffer
 
 LOADER = "dbuffer.integrations.sglang.load_from_store"
 
@@ -121,7 +120,7 @@ class _Sglang(Engine):
 
 
 def _refusal(options: EngineOptions) -> RankAnswer:
-    store = DoubleBuffer(options.read_store, allow_shared_store=options.allow_shared_store)
+    store = options.buffer_of(options.read_store)
     if not store.exists():
         return None
     record = store.record(options.engine_id or "", options.record_token)
