@@ -27,7 +27,7 @@ from dbuffer.format.lineage import (
     number_of,
     relation,
 )
-from dbuffer.format.manifest import Manifest, is_multiple
+from dbuffer.format.manifest import Manifest, ReceiverId, is_multiple
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.receive.follow_loop import Forked
 from dbuffer.receive.receiver import WeightReceiver
@@ -51,11 +51,7 @@ _WHEN_RULE = f'numbers from 1 to {MAX_NUMBER} by keys of the metadata, as {{"ste
 
 Number = Annotated[Positive, Meta(description=f"a whole number from 1 to {MAX_NUMBER}")]
 _EngineId = Annotated[
-    str,
-    Meta(
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,117}\Z",
-        description="1 to 118 letters, digits, '.', '_' or '-'",
-    ),
+    ReceiverId, Meta(max_length=118, description="1 to 118 letters, digits, '.', '_' or '-'")
 ]
 """Type of an engine's id: a receiver's id, with room for the suffix of :func:`rank_id`."""
 

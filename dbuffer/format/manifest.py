@@ -64,7 +64,7 @@ _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _MIRROR_ID = re.compile(r"mirror-.*-[0-9a-f]{16}")
 
 _BufferName = Annotated[str, Meta(pattern=rf"^({'|'.join(BUFFERS)})\Z")]
-_ReceiverId = Annotated[str, Meta(pattern=rf"^{_RECEIVER_ID.pattern}\Z")]
+ReceiverId = Annotated[str, Meta(pattern=rf"^{_RECEIVER_ID.pattern}\Z")]
 _Boot = Annotated[str, Meta(pattern=r"^[0-9a-f-]{0,36}\Z")]
 _WeightsFile = Annotated[str, Meta(pattern=rf"^{WEIGHTS_FILE.pattern}\Z")]
 
@@ -263,7 +263,7 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
 
     NAME: ClassVar = "receiver record"
 
-    receiver: _ReceiverId
+    receiver: ReceiverId
     token: Token
     """Token that distinguishes receivers with one id. The token of an engine and of its ranks is a
     digest that identifies this start of the engine. Any other receiver has a random token."""
@@ -276,7 +276,7 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     metadata: dict[str, Any]
     """Metadata of the ``applied`` version, as :func:`metadata_for_record` returns it. Empty if the
     receiver has applied no version."""
-    part_of: _ReceiverId | None
+    part_of: ReceiverId | None
     """Id of the engine if the receiver is one of the engine's ranks. Only the engine's own receiver
     acknowledges versions."""
     staged: VersionId | None
