@@ -19,10 +19,12 @@ from dbuffer.runtime.messages import listed
 logger = logging.getLogger(__name__)
 
 MAX_VERIFICATIONS = 4
-"""Number of verifications of a layout's plan, two reloads each, before planning pauses."""
+"""Number of verifications of a layout's plans, with few copied versions between them, before
+planning pauses. An engine's pause with a verification lasts two reloads, instead of one."""
 
 _NUM_SKIPPED = 16
-"""Number of versions of a layout to reload while planning pauses."""
+"""Number of versions of a layout to reload while planning pauses. If a verified plan copies as many
+versions, its verification was worth its cost, and verifications are counted anew."""
 
 
 class PlanState(enum.Enum):
@@ -68,7 +70,9 @@ class Planning:
     reloaded: Mapping[str, str] = field(default_factory=dict)
     """Reasons why layers are left to the engine's reload, by layer."""
     num_verifications: int = 0
-    """Number of verifications of plans since planning last paused."""
+    """Number of verifications since planning last paused, or since a plan copied many versions."""
+    _num_copied: int = 0
+    """Number of versions copied since the last verification."""
     _num_skipped: int = 0
     """Number of versions still to reload before a pause of planning ends."""
     state: PlanState = PlanState.MISSING
@@ -128,6 +132,18 @@ class Planning:
             _NUM_SKIPPED,
             reason,
         )
+
+    def begin_verification(self) -> None:
+        self.num_verifications += 1
+        self._num_copied = 0
+        if self.state is PlanState.VERIFIED:  # but for other values of integer tensors
+            self.enter(PlanState.UNVERIFIED)
+
+    def note_copied(self) -> None:
+        """Note a switch by copies."""
+        self._num_copied += 1
+        if self._num_copied == _NUM_SKIPPED:
+            self.num_verifications = 0
 
     def begin_version(self) -> None:
         """Count a version, before it is prepared. The last version of a pause ends the pause."""

@@ -395,6 +395,7 @@ class RankModel:
             planning.drop()
             raise
         self._loaded = switch.version
+        planning.note_copied()
 
     @torch.no_grad()
     def _reload_and_verify(
@@ -417,9 +418,7 @@ class RankModel:
             self._load(tensors.items(), partial=False)
             return
         plan, started = switch.plan, time.monotonic()
-        planning.num_verifications += 1
-        if planning.state is PlanState.VERIFIED:  # but for other values of integer tensors
-            planning.enter(PlanState.UNVERIFIED)
+        planning.begin_verification()
         try:
             mismatch = self._verifier.verify(switch, tensors)
         except UnverifiableError as error:

@@ -681,6 +681,18 @@ def test_what_is_derived_from_integers_is_derived_when_they_change():
     assert switched.reloads == 11  # two for each of three proofs (the last fails), and five
 
 
+def test_verifications_with_many_copies_between_them_never_pause_planning(log):
+    def tensors() -> Tensors:
+        return {"a.weight": random(), "b.weight": torch.ones(SHAPE, dtype=torch.int32)}
+
+    switched = Switched(lambda: Coded(a=Layer(), b=Layer(dtype=torch.int32)), tensors())
+    for _ in range(6):
+        switched.loads._forget()  # as after each sleep
+        assert [switched.switch(tensors()) for _ in range(18)] == [False, *[True] * 17]
+    assert switched.reloads == 12
+    assert not any("no fast path" in message for message in log.messages)
+
+
 # Layers that pack their weights, and have images.
 
 
