@@ -19,7 +19,7 @@ from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dbuffer.errors import RankFailedError
-from dbuffer.ranks.agreement import store_of_meeting
+from dbuffer.ranks.agreement import name_of, store_of_meeting, wait_for_lost
 from dbuffer.runtime.messages import first_line
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.liveness import Process
@@ -178,27 +178,19 @@ class RankChannel:
         return RankFailedError("; ".join(problems))
 
     def _store_failure(self, error: Exception) -> RankFailedError:
-        # If a rank died, the kernel closes its connections before its process ends: wait for that.
-        deadline = time.monotonic() + TIMING.ranks_end_within_s
-        problems: list[str] = []
-        while not problems and time.monotonic() < deadline:
-            time.sleep(TIMING.look_s)
-            lost = [rank for rank, process in enumerate(self._processes) if process.state]
-            problem = self._late if isinstance(error, TimeoutError) else "was lost"
-            problems = [self._describe(rank, problem) for rank in lost]
+        lost = wait_for_lost(self._processes, lambda process: process.state)
+        problem = self._late if isinstance(error, TimeoutError) else "was lost"
         cause = f"the store of torch.distributed does not answer: {first_line(error)}"
-        return RankFailedError("; ".join(problems or [cause]))
+        return RankFailedError("; ".join([self._describe(n, problem) for n in lost] or [cause]))
 
     @property
     def _late(self) -> str:
         return f"did not answer within {self.timeout_s:g} s"
 
     def _describe(self, rank: int, problem: str) -> str:
-        if not self._processes:
-            return f"rank {rank} {problem}"
-        process = self._processes[rank]
-        state = f": it {process.state}" if process.state else ""
-        return f"rank {rank} (process {process.pid} on {process.host}) {problem}{state}"
+        state = self._processes[rank].state if self._processes else ""
+        suffix = f": it {state}" if state else ""
+        return f"{name_of(rank, self._processes)} {problem}{suffix}"
 
 
 _channels: dict[tuple[Any, ...], RankChannel] = {}

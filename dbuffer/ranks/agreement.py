@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -223,22 +223,36 @@ class Agreement(World):
 
     def _lose(self, action: str, cause: Exception) -> NoReturn:
         self.close()
-        # Wait for the end of the lost rank's process, in order to name the rank: a killed process
-        # ends a moment after its connections close.
-        deadline = time.monotonic() + TIMING.ranks_end_within_s
-        while not any(peer.has_ended() for peer in self.peers) and time.monotonic() < deadline:
-            time.sleep(TIMING.look_s)
-        ended = [
-            f"rank {rank} (process {peer.pid} on {peer.host})"
-            for rank, peer in enumerate(self.peers)
-            if peer.has_ended()
-        ]
+        ended = [name_of(rank, self.peers) for rank in wait_for_lost(self.peers, Process.has_ended)]
         lost = "a rank was lost (it hangs, was interrupted, or has closed its sender)"
         loss = " and ".join(ended) + " has ended" if ended else lost
         raise RankFailedError(
             f"{loss} while the ranks tried to {action} ({first_line(cause)}); "
             "make a new sender in a new process group"
         ) from cause
+
+
+def wait_for_lost(peers: Sequence[Process], is_lost: Callable[[Process], object]) -> list[int]:
+    """Wait until some ranks are lost, for a second at most, and return these ranks.
+
+    ``peers`` are the processes of all ranks. A killed process ends a moment after its connections
+    close.
+    """
+    deadline = time.monotonic() + TIMING.ranks_end_within_s
+    while True:
+        lost = [rank for rank, peer in enumerate(peers) if is_lost(peer)]
+        if lost or time.monotonic() >= deadline:
+            return lost
+        time.sleep(TIMING.look_s)
+
+
+def name_of(rank: int, peers: Sequence[Process]) -> str:
+    """Return a rank's name for messages. ``peers``: processes of all ranks; empty if unknown."""
+    return (
+        f"rank {rank} (process {peers[rank].pid} on {peers[rank].host})"
+        if peers
+        else f"rank {rank}"
+    )
 
 
 def connect(group: distributed.ProcessGroup | None, rank: int, size: int, timeout_s: float) -> Any:
