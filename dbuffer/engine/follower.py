@@ -435,9 +435,9 @@ class Follower(Closing):
             goal = self._find_goal(view, at_least)
             self._correct_label(goal)
             if goal is not None:
-                wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
-                with self._translating(f"switch to version {number_of(goal)}"):
-                    switch = self._switch(view, goal, wait_s)
+                version, wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
+                with self._translating(f"switch to version {version.number}"):
+                    switch = self._switch(view, version, wait_s)
             if view.options.canary is not None:
                 self._judge(view, timeout_s, stop_event)
         except Exception as error:
@@ -497,9 +497,9 @@ class Follower(Closing):
             goal = self._find_goal(view)
             if goal is None or goal in refused:  # a network mount can show the refusal late
                 break
-            wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
-            with self._translating(f"go back to version {number_of(goal)}"):
-                self._switch(view, goal, wait_s)
+            version, wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
+            with self._translating(f"go back to version {version.number}"):
+                self._switch(view, version, wait_s)
         if refused:
             store = view.options.store
             reasons = "; ".join(
@@ -559,13 +559,15 @@ class Follower(Closing):
         goal: int | VersionId,
         timeout_s: float | None,
         stop_event: threading.Event | None,
-    ) -> float:
-        """Wait until all ranks have the version ready; return the seconds waited."""
+    ) -> tuple[VersionId, float]:
+        """Wait until all ranks have the version ready; return its id, and the seconds waited."""
         timeout_s = view.options.timeout_s if timeout_s is None else timeout_s
         require_alive = self._engine.require_alive
         started, left_s = time.monotonic(), timeout_s
         while True:
-            view.wait_ready(goal, self._applied, left_s, stop_event, require_alive=require_alive)
+            version = view.wait_ready(
+                goal, self._applied, left_s, stop_event, require_alive=require_alive
+            )
             # While the engine's event loop is not running, a background follower waits, and reports
             # no failure.
             while stop_event is not None and self._engine.is_idle():
@@ -576,15 +578,15 @@ class Follower(Closing):
             # the newer version in the pause. If a rank is already preparing a newer version, wait
             # again.
             try:
-                self._ask("reserve", "keep the version that is ready", update=_update_to(goal))
+                self._ask("reserve", "keep the version that is ready", update=_update_to(version))
                 break
             except errors.EngineUpdateError:
                 if not left_s:
                     break
             time.sleep(min(left_s, TIMING.look_s))
-        return time.monotonic() - started
+        return version, time.monotonic() - started
 
-    def _switch(self, view: StoreView, goal: int | VersionId, wait_s: float) -> Switch:
+    def _switch(self, view: StoreView, goal: VersionId, wait_s: float) -> Switch:
         started = time.monotonic()
         try:
             self._pause()
@@ -602,7 +604,7 @@ class Follower(Closing):
             raise
         self._label_and_resume()
         switch = Switch(
-            version=record.applied_version or number_of(goal),
+            version=record.applied_version or goal.number,
             stage_s=record.stats.get("stage_s", 0.0),
             wait_s=wait_s,
             pause_s=time.monotonic() - started,
@@ -631,7 +633,7 @@ class Follower(Closing):
         if not engine.has_own_pause and engine.is_paused() is False:
             raise errors.EngineBusyError("another program resumed the engine before the load")
 
-    def _load(self, view: StoreView, goal: int | VersionId) -> tuple[ReceiverRecord, float]:
+    def _load(self, view: StoreView, goal: VersionId) -> tuple[ReceiverRecord, float]:
         """Load the version on all ranks; return the engine's record, and the duration in seconds.
 
         After an error, the engine has the version that its record names, unknown weights, or a
@@ -644,14 +646,14 @@ class Follower(Closing):
         error: Exception | None = None
         record: ReceiverRecord | None = None
         try:
-            record = self._ask("update", f"switch to version {number_of(goal)}", update=update)
+            record = self._ask("update", f"switch to version {goal.number}", update=update)
         except Exception as raised:  # noqa: BLE001 - the record decides
             error = raised
         load_s = time.monotonic() - started
         record = self._outcome_of(view, attempt, record)
         if record is None:
             raise error or errors.EngineUpdateError(
-                f"{view.engine_id} did not acknowledge version {number_of(goal)} in "
+                f"{view.engine_id} did not acknowledge version {goal.number} in "
                 f"{view.options.store}: check that its workers see the same directory, and have "
                 "permission to write there"
             )
@@ -854,6 +856,5 @@ def _judge_by_prompts(
     )
 
 
-def _update_to(goal: int | VersionId, attempt: str | None = None) -> UpdateRequest:
-    run = goal.run if isinstance(goal, VersionId) else None
-    return UpdateRequest(at_least=number_of(goal), run=run, attempt=attempt)
+def _update_to(goal: VersionId, attempt: str | None = None) -> UpdateRequest:
+    return UpdateRequest(at_least=goal.number, run=goal.run, attempt=attempt)

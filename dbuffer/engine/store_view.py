@@ -225,7 +225,7 @@ class StoreView:
 
     # States of the ranks and of the engine
 
-    def has_applied(self, record: ReceiverRecord, goal: int | VersionId) -> bool:
+    def has_applied(self, record: ReceiverRecord, goal: VersionId) -> bool:
         """Whether a record says that the engine has ``goal``, or a later version.
 
         With the option ``version``, a later version does not count.
@@ -240,8 +240,10 @@ class StoreView:
         stop_event: threading.Event | None,
         *,
         require_alive: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> VersionId:
         """Wait until every rank has ``goal`` or a later version ready, or the engine has it.
+
+        Return the id of ``goal``, which can be the number of a version that is not there yet.
 
         Raises:
             EngineUpdateError: a rank cannot get the version ready, or no longer follows the store.
@@ -258,16 +260,17 @@ class StoreView:
             newest = _readable_newest(self._store)  # read last, so no record names a newer version
             named = newest.at(goal) if newest is not None and isinstance(goal, int) else goal
             behind = list(records)
-            if newest is not None and isinstance(named, VersionId):
+            if isinstance(named, VersionId):
                 behind = [
                     rank
                     for rank, record in records.items()
-                    if record is None or not newest.has_since(named.number, record.staged)
+                    if record is None
+                    or newest is None
+                    or not newest.has_since(named.number, record.staged)
                 ]
-            engine = self.engine_record()
-            if not behind or (engine is not None and self.has_applied(engine, goal)):
-                return
-            if isinstance(named, VersionId):
+                engine = self.engine_record()
+                if not behind or (engine is not None and self.has_applied(engine, named)):
+                    return named
                 self._require_possible(named, newest, records, at_start, serves_on)
             absent = sorted(
                 rank for rank, record in records.items() if record is None and rank in self._seen
