@@ -208,7 +208,7 @@ def require_droppable(config: Any, options: EngineOptions) -> None:
     if options.allow_stale_kv:
         return
     kept = [name for name, is_reset in _connectors_of(config.kv_transfer_config) if not is_reset]
-    encoders = getattr(config, "ec_transfer_config", None)
+    encoders = config.ec_transfer_config
     if encoders is not None and encoders.is_ec_consumer:
         kept.append(encoders.ec_connector)
     if kept:

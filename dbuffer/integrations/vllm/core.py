@@ -281,7 +281,7 @@ def _steps_with_others(core: Any) -> bool:
 
 def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) -> str | None:
     requests = core.scheduler.requests.values()
-    num_open = sum(getattr(request, "resumable", False) for request in requests)
+    num_open = sum(request.resumable for request in requests)
     if mode == "abort" and num_open:
         # After an abort, the client can send its session more input, which vLLM would answer
         # without the earlier input.

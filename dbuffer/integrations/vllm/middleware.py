@@ -94,7 +94,7 @@ class FollowStore:
             raise UnsupportedError("FollowStore is for vLLM's API server, not for other servers")
         config = engine.vllm_config
         parallel = config.parallel_config
-        is_shared = getattr(parallel, "_api_process_count", 1) > 1
+        is_shared = parallel._api_process_count > 1  # noqa: SLF001 - vLLM has no public name
         if stores := adapters_of(config.additional_config):
             if is_shared:
                 raise UnsupportedError(

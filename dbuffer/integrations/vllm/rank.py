@@ -104,7 +104,7 @@ class WorkerRank(EngineRank):
         parallel = self._vllm_config.parallel_config
         if is_launched(parallel) or parallel.data_parallel_size > 1:
             return name  # replicas that step together count as one engine
-        return name + replica_name(getattr(parallel, "data_parallel_index", 0))
+        return name + replica_name(parallel.data_parallel_index)
 
     def make_check(self) -> ShapeCheck:
         if self._draft is not None:
@@ -195,7 +195,7 @@ class WorkerRank(EngineRank):
     def _weights_of_draft(self, draft: Draft) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the draft's weights from its checkpoint, by their names in a published version."""
         config = self._vllm_config
-        of_draft = getattr(config.speculative_config, "draft_load_config", None)
+        of_draft = config.speculative_config.draft_load_config
         weights = _read_again(of_draft or config.load_config, draft.model_config, draft.model)
         for name, tensor in weights:
             if draft.is_in_target(name):
