@@ -114,7 +114,7 @@ def _next(
 def _divisor_in(text: str) -> tuple[str, int]:
     key, _, number = text.rpartition("=")
     if not (number.isascii() and number.isdecimal() and int(number)):
-        options.refuse("when", text, "a metadata key and a number above 0, as in step=100")
+        options.refuse("--when", text, "a metadata key and a number above 0, as in step=100")
     return key, int(number)
 
 
