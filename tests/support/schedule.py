@@ -2,8 +2,9 @@
 
 Programs with vLLM are forks of a process that has imported it, for 9 s of processor time. Each
 process that runs such files has one; so two processes run all of them, side by side. Files whose
-tests need four ranks of a trainer share these (`tests/core/publish/conftest.py`). An import of peft
-takes 2 s. Each other file is a group of its own.
+tests need ranks of a trainer share four ranks, or the process that has imported what ranks need
+(`tests/core/publish/conftest.py`). An import of peft takes 2 s. Each other file is a group of its
+own.
 """
 
 from __future__ import annotations
@@ -24,25 +25,26 @@ GROUPS = {
         "tests/core/publish/test_sharded.py",
         "tests/core/publish/test_stages.py",
         "tests/core/publish/test_zero3.py",
+        "tests/core/test_random_worlds.py",
     ),
     "peft": ("tests/integrations/peft/",),
 }
 """Beginnings of the paths of each group's files, the slowest group first."""
 
 SLOW = (
+    "tests/core/mirror/test_bucket.py",
+    "tests/core/mirror/test_mirror.py",
     "tests/core/mirror/test_bucket_faults.py",
     "tests/core/test_crash.py",
-    "tests/core/mirror/test_mirror.py",
     "tests/integrations/atropos/test_bridge.py",
-    "tests/core/test_restores.py",
-    "tests/core/mirror/test_worlds.py",
-    "tests/core/mirror/test_bucket.py",
     "tests/project/test_types.py",
-    "tests/core/tools/test_doctor.py",
     "tests/integrations/sglang/test_sglang.py",
-    "tests/core/io/test_delta.py",
+    "tests/core/test_damaged_store.py",
+    "tests/core/test_import.py",
+    "tests/core/test_torn_reads.py",
+    "tests/core/mirror/test_worlds.py",
 )
-"""Files that take 20 s and more, the slowest first."""
+"""Files that take 15 s and more, the slowest first."""
 
 _RANKS = {name: rank for rank, name in enumerate([*GROUPS, *SLOW])}
 

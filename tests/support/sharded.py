@@ -1,14 +1,9 @@
-"""Models that are sharded over ranks, and the senders of their ranks."""
+"""Models that are sharded over ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
-import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,19 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dbuffer import LazyTensor, ShardedWeightSender
-from dbuffer.store import filesystem
+from dbuffer import LazyTensor
 from dbuffer.weights.lazy_tensor import HeldRows
-from tests.support.patterns import SMALL, SPARSE, Pattern
-
-_spec = importlib.util.find_spec("transformers")
-_folders = [] if _spec is None else _spec.submodule_search_locations or []
-
-NEEDS_CONVERSIONS = pytest.mark.skipif(
-    # The file, because importing transformers takes seconds.
-    not any(Path(folder, "core_model_loading.py").exists() for folder in _folders),
-    reason="needs a transformers that saves modules under other names than they have",
-)
+from tests.support.ways import NEEDS_CONVERSIONS
 
 Case = tuple[Any, dict[str, torch.Tensor]]
 """What is sent, sharded, and the same whole, as state dict."""
@@ -240,45 +225,3 @@ CASES = [
     *(made_when_sent, uneven_rows, replicated, fsdp, two_dimensions, partly_fsdp, placements),
     *(state_dict, *EXPERTS, STRIDED, tied, sums, hsdp, STRIDED_EXPERTS),
 ]
-
-
-@contextlib.contextmanager
-def mounted(kind: str) -> Iterator[None]:
-    """Let this process take every mount for one of this kind."""
-    os.environ[filesystem.MOUNT_VARIABLE] = kind
-    try:
-        yield
-    finally:
-        del os.environ[filesystem.MOUNT_VARIABLE]
-
-
-def pattern_of(version: int, size: int, pattern: Pattern = SMALL) -> dict[str, torch.Tensor]:
-    """What support's checks know, every second tensor sharded."""
-    mesh = init_device_mesh("cpu", (size,))
-    return {
-        name: distribute_tensor(tensor, mesh, [Shard(0)]) if index % 2 else tensor
-        for index, (name, tensor) in enumerate(pattern.weights(version).items())
-    }
-
-
-class Way(NamedTuple):
-    """How versions are published."""
-
-    mount: str = "auto"
-    delta: bool = False
-    is_restarted: bool = False
-    """Whether the fourth version is the first one of a sender, which takes up the third."""
-
-    @property
-    def has_checksums(self) -> bool:
-        """Where there are some, a version that a delta leads to is written whole on a disk."""
-        return self.mount == "network" or not self.delta
-
-    def open(self, store: Path, **options: Any) -> ShardedWeightSender:
-        checksum = self.has_checksums
-        more = {"reader_timeout_s": 0.0, "num_threads": 1, "delta": self.delta}
-        return ShardedWeightSender(store, checksum=checksum, **more, **options)
-
-    def weights(self, version: int) -> dict[str, torch.Tensor]:
-        size = distributed.get_world_size()
-        return pattern_of(version, size, SPARSE if self.delta else SMALL)

@@ -49,13 +49,10 @@ from tests.support.sharded import (
     CASES,
     STRIDED,
     Case,
-    Way,
     experts,
     fsdp,
     hsdp,
-    mounted,
     partly_fsdp,
-    pattern_of,
     replicated,
     state_dict,
     strided,
@@ -81,6 +78,7 @@ from tests.support.stores import (
     without_garbage_collection,
 )
 from tests.support.waiting import meanwhile
+from tests.support.ways import Way, mounted, pattern_of
 from tests.support.worlds import World
 
 
@@ -789,9 +787,9 @@ def test_a_rank_that_is_killed_at_any_moment(
     has_flipped = False
     kills = 0
     # Another rank than 0 has fewer calls to stop before, and hardly any in a delta.
-    every = 13
+    every = 19
     if on_rank and not way.is_restarted:
-        every = 3 if way.delta else 5
+        every = 5 if way.delta else 7
     next_job = request.getfixturevalue("four" if size == 4 else "two")
     for number in numbers(first, every):
         store = shm_path / f"{number}"

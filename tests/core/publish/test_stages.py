@@ -21,16 +21,9 @@ from dbuffer import ShardedWeightSender
 from dbuffer.publish.draft import Draft
 from dbuffer.ranks.agreement import Agreement
 from tests.support.patterns import assert_same, received
-from tests.support.sharded import (
-    NEEDS_CONVERSIONS,
-    grid,
-    mesh_of,
-    mixtral,
-    mounted,
-    state_of,
-    whole,
-)
+from tests.support.sharded import grid, mesh_of, mixtral, state_of, whole
 from tests.support.soak import in_turn
+from tests.support.ways import NEEDS_CONVERSIONS, mounted
 
 WIDTH = 64
 

@@ -15,7 +15,7 @@ from torch import distributed
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
 from tests.support.patterns import assert_same
-from tests.support.sharded import mounted
+from tests.support.ways import mounted
 from tests.support.worlds import Failure, world_of
 
 two = world_of(2)

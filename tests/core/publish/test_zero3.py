@@ -16,8 +16,9 @@ import dbuffer
 from dbuffer import ShardedWeightSender, WeightSender
 from dbuffer.publish.draft import Draft
 from tests.support.patterns import assert_same, received
-from tests.support.sharded import mixtral, mounted
+from tests.support.sharded import mixtral
 from tests.support.soak import in_turn
+from tests.support.ways import mounted
 from tests.support.worlds import World
 from tests.support.zero3 import counted_gathers, make_engine, start_deepspeed
 

@@ -23,8 +23,8 @@ from dbuffer.testing.moments import at_call
 from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.patterns import newest
 from tests.support.ports import free_port
-from tests.support.sharded import Way, mounted
 from tests.support.soak import in_turn
+from tests.support.ways import Way, mounted
 from tests.support.worlds import World, world_of
 
 world = world_of(3)

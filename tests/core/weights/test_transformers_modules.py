@@ -16,12 +16,8 @@ from dbuffer import WeightReceiver, WeightSender
 from dbuffer.weights.sources import Describer
 from tests.support.engines.families import CONFIGURATIONS, make_family
 from tests.support.engines.tiny_models import SHAPE
-from tests.support.later import Later
 from tests.support.patterns import assert_same, received
-from tests.support.sharded import NEEDS_CONVERSIONS
-
-transformers = Later("transformers")
-checkpointing = Later("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+from tests.support.ways import NEEDS_CONVERSIONS
 
 pytestmark = NEEDS_CONVERSIONS
 
@@ -32,8 +28,9 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 def make_computed(seed: int = 0) -> Any:
     """A model whose checkpoint has in one tensor what the module has in several."""
     torch.manual_seed(seed)
-    config = transformers.HrmTextConfig(**SHAPE, num_attention_heads=2)
-    return transformers.HrmTextForCausalLM(config)
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    return HrmTextForCausalLM(HrmTextConfig(**SHAPE, num_attention_heads=2))
 
 
 @pytest.fixture
@@ -142,8 +139,10 @@ def in_a_wrapped_layer(model: nn.Module) -> nn.Module:
 
 def in_a_compiled_layer(model: nn.Module) -> nn.Module:
     """Wrap layers as for FSDP2: transformers then sees stand-ins of the modules."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
     layers = model.model.layers
-    layers[1] = checkpointing.checkpoint_wrapper(torch.compile(layers[1], backend="eager"))
+    layers[1] = checkpoint_wrapper(torch.compile(layers[1], backend="eager"))
     return model
 
 

@@ -24,12 +24,9 @@ from dbuffer.integrations.lightrft.configuration import (
 from dbuffer.integrations.lightrft.manager import engine_of_rank
 from dbuffer.publish.publisher import SenderKeywords
 from tests.support.engines.vllm_engines import NEEDS_VLLM
-from tests.support.later import Later
 from tests.support.lightrft_parts import Actor, strategy_for
 from tests.support.patterns import received
 from tests.support.worlds import World
-
-peft = Later("peft")
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +156,8 @@ IA3 = {"feedforward_modules": []}
 
 
 def adapted(method: str, **options: Any) -> nn.Module:
+    import peft  # takes 3 s
+
     config = peft.get_peft_config({"peft_type": method, "target_modules": ["0"], **options})
     model: nn.Module = peft.get_peft_model(nn.Sequential(plain()), config)
     return model

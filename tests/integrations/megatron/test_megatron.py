@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import dbuffer
 from tests.support.children import preload
 from tests.support.later import Later
-from tests.support.sharded import mounted
+from tests.support.ways import mounted
 from tests.support.worlds import World
 
 transformers = Later("transformers")

@@ -27,9 +27,9 @@ from tests.support.peft_parts import (
     reference,
     train,
 )
-from tests.support.sharded import NEEDS_CONVERSIONS
 from tests.support.soak import is_soak
 from tests.support.waiting import error_of
+from tests.support.ways import NEEDS_CONVERSIONS
 
 peft = Later("peft")
 

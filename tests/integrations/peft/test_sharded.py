@@ -12,14 +12,11 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.integrations.peft import send_adapter
-from tests.support.later import Later
 from tests.support.patterns import assert_same
 from tests.support.peft_parts import NEEDS_PEFT, make
 from tests.support.worlds import World
 from tests.support.zero3 import counted_gathers, make_engine, start_deepspeed
 
-peft = Later("peft")
 pytestmark = [
     *NEEDS_PEFT,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed"),
@@ -35,12 +32,16 @@ def world(frameworks_preloaded: None, tmp_path_factory: Any) -> Iterator[World]:
 
 
 def make_model() -> Any:
+    from peft import LoraConfig
+
     targets = ["q_proj", "down_proj"]
-    return make("qwen3", peft.LoraConfig(r=4, target_modules=targets, use_dora=True))
+    return make("qwen3", LoraConfig(r=4, target_modules=targets, use_dora=True))
 
 
 def adapter_of(model: Any) -> dict[str, torch.Tensor]:
-    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
@@ -62,6 +63,8 @@ def counted_elements() -> Iterator[list[int]]:
 
 def publish(rank: int, store: Path, kind: str) -> list[int]:
     """Publish the adapter of a sharded model; return the number of tensors at each gather."""
+    from dbuffer.integrations.peft import send_adapter  # imports peft
+
     model = make_model()
     if kind == "fsdp":
         from torch.distributed.fsdp import fully_shard

@@ -6,6 +6,7 @@ and what these do wrong, in a program that has the engines.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
 import tempfile
@@ -19,7 +20,6 @@ import pytest
 from tests.programs import torchrl_engines
 from tests.support.engines.tiny_models import make_model, make_tokenizer
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
-from tests.support.later import Later
 from tests.support.soak import IN_SOAKS_ALONE
 
 with warnings.catch_warnings():
@@ -55,11 +55,11 @@ COLLECTORS = "DoubleBufferSyncScheme"
 
 
 def of_torchrl(name: str) -> Any:
-    return getattr(Later("torchrl.weight_update.llm"), name)
+    return getattr(importlib.import_module("torchrl.weight_update.llm"), name)
 
 
 def ours(name: str) -> Any:
-    return getattr(Later("dbuffer.integrations.torchrl"), name)
+    return getattr(importlib.import_module("dbuffer.integrations.torchrl"), name)
 
 
 def pair(name: str) -> tuple[Any, Any]:
@@ -136,8 +136,10 @@ def scheme(store: Path) -> Iterator[VLLMDoubleBufferSyncScheme]:
 
 
 def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(scheme):
+    from torchrl.modules.llm import TransformersWrapper
+
     model = make_model("qwen3", 0)
-    wrapper = Later("torchrl.modules.llm").TransformersWrapper(
+    wrapper = TransformersWrapper(
         model, tokenizer=make_tokenizer(), input_mode="tokens", generate=False
     )
     sender, transport = scheme.create_sender(), scheme.create_transport()
@@ -216,10 +218,10 @@ def test_adapters_are_merged(store):
 
 
 def test_metadata_is_that_of_torchrl():
+    from torchrl.weight_update.llm import vllm_nccl
+
     model = make_model("qwen3", 1)
-    assert get_model_metadata(model) == Later(
-        "torchrl.weight_update.llm.vllm_nccl"
-    ).get_model_metadata(model)
+    assert get_model_metadata(model) == vllm_nccl.get_model_metadata(model)
 
 
 def test_collective_scheme_must_be_given_a_store():
