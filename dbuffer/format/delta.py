@@ -2,11 +2,11 @@
 
 ``docs/design.md`` ("Deltas") specifies the file: a prefix, a header (:class:`DeltaRecord`), and
 chunks, whose digests are in the header. A chunk changes *words*: unsigned numbers of 1, 2, 4 or 8
-bytes, each an element or a part of an element. For each changed word, a chunk has two numbers: the
-*gap* (the number of unchanged words before the word), and the word's new value minus its old value.
-The numbers are stored in *streams*: one stream has the lowest byte of all gaps, the next stream has
-the next byte, and so on. The header and each stream are compressed with zstd if that makes them
-shorter.
+bytes, each an element or a part of an element. For each changed word, a chunk has a *gap* (the
+number of unchanged words before the word) and a *difference* (the new word minus the old word, in
+zigzag encoding). A chunk stores these numbers in *streams* of one byte per changed word: first a
+stream for each byte of the gaps, lowest byte first, then a stream for each byte of the differences.
+The header and each stream are compressed with zstd if that makes them shorter.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _PREFIX = struct.Struct("<8sIIIQ")
 PREFIX_BYTES = _PREFIX.size
 
 GAP_BYTES = 5
-"""Bytes of a gap between changed words. Five bytes suffice if a rank's chunk
-has tensors at both ends of a file of terabytes. The sum of a chunk's gaps stays below 2**63."""
+"""Size in bytes of a gap between changed words. A rank's chunk can have tensors at both ends of a
+weights file, and five bytes suffice for files of terabytes. The sum of a chunk's gaps stays below
+2**63."""
 
 MAX_HEADER_BYTES = 1 << 26
 
@@ -104,7 +105,7 @@ def decode_header(
 
     Raises:
         UnsupportedError: this version of dbuffer does not know the file's format.
-        StoreCorruptError: the file is no delta file, is damaged, or is for another layout.
+        StoreCorruptError: the file is not a delta file, is damaged, or is for another layout.
     """
     prefix = read(0, PREFIX_BYTES)
     if len(prefix) < PREFIX_BYTES:
@@ -136,7 +137,9 @@ def decode_header(
         )
     indices = [-1, *(index for index, _ in record.checksums or ()), len(layout.specs)]
     if any(index >= following for index, following in itertools.pairwise(indices)):
-        raise StoreCorruptError("delta: its tensors are out of order, or not in the layout")
+        raise StoreCorruptError(
+            "delta: its checksums are out of order, or of tensors that are not in the layout"
+        )
     _check_chunks(record.chunks, layout)
     chunks_bytes = (chunk.stored_bytes for chunk in record.chunks)
     places = itertools.accumulate(chunks_bytes, initial=PREFIX_BYTES + stored_bytes)
@@ -205,7 +208,7 @@ def pack(data: Any) -> bytes:
 def unpack(stored: bytes | memoryview, raw_bytes: int) -> bytes | memoryview:
     """Return the original data of ``stored``, the result of `pack`.
 
-    The data has ``raw_bytes`` bytes. No more memory is allocated, even if ``stored`` is malicious.
+    The data has ``raw_bytes`` bytes. More memory is never allocated, even if ``stored`` is hostile.
     """
     if len(stored) == raw_bytes:
         return stored
