@@ -38,16 +38,17 @@ class CurrentRecord:
         self._bucket = bucket
         self._tag: Tag | None = None
         self.last: BucketVersion | None = None
+        """Record that was read or put last. It can be missing or damaged by now."""
 
     def read(self) -> BucketVersion | None:
         """Return the record, or None if there is none. Download it only if it has changed."""
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:
-            self.last = self._tag = None
-        else:
-            if read is not None:
-                self.last, self._tag = read
+            self._tag = None
+            return None
+        if read is not None:
+            self.last, self._tag = read
         return self.last
 
     def put(self, version: BucketVersion) -> bool:

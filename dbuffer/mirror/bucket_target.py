@@ -227,13 +227,18 @@ class BucketTarget:
         try:
             return self._current.read()
         except StoreCorruptError as error:
-            is_known = self._current.last is not None
-            if not is_known and not any(map(version_of, self._bucket.list(VERSIONS_PREFIX))):
+            if self._current.last is None and not self._has_objects():
                 remedy = "remove it, unless it is another program's"
                 raise StoreCorruptError(f"{error}; {remedy}") from None
             logger.warning("deleting a damaged record: %s", str(error))
             self._bucket.delete([POINTER_OBJECT])
             return self._current.read()
+
+    def _has_objects(self) -> bool:
+        """Whether mirrors have put versions or records into the bucket."""
+        return any(map(version_of, self._bucket.list(VERSIONS_PREFIX))) or any(
+            map(is_of_receivers, self._bucket.list(RECEIVERS_PREFIX))
+        )
 
     def _needs_weights(self, deltas: dict[VersionId, bytes], layout: Layout) -> bool:
         last = self._last

@@ -674,6 +674,33 @@ def test_uploads_that_fail_lessen_the_requests_side_by_side(proxy, bucket_url, m
 # Retention
 
 
+def test_a_garbled_pointer_that_was_lost_before_is_replaced(
+    remote, proxy, bucket_url, bucket, timing, caplog
+):
+    """Its mirror has put it, so it is no other program's, although nothing else is there."""
+    timing.bucket_heartbeat_s = 0.1
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        with mirror(remote, bucket_url) as up:
+            send(sender, up, 1, pattern=SMALL)
+            proxy.inject(status(503), times=1 << 30, when=is_upload)
+            bucket.delete(bucket.list(""))
+            until("the loss is told", lambda: "CURRENT is missing" in caplog.text)
+            bucket.put(POINTER_OBJECT, b"garbled")
+            proxy.heal()
+            until("it is there", lambda: bucket.list("versions"))
+            up.wait_until_current(TIMEOUT_S)
+    assert newest_version(bucket).id.number == 1
+
+
+def test_a_garbled_pointer_beside_records_of_nodes_is_replaced(remote, bucket):
+    """Also by a mirror that is started: no other program has such records."""
+    bucket.put(POINTER_OBJECT, b"garbled")
+    BucketRecords(bucket, OwnRecord(f"mirror-node-{0:016}")).write([])
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
+        send(sender, up, 1, pattern=SMALL)
+    assert newest_version(bucket).id.number == 1
+
+
 @pytest.mark.parametrize("content", [b"MANIFEST-000001", b"{}"])
 def test_a_pointer_of_another_program_is_left_alone(remote, bucket, content):
     bucket.put(POINTER_OBJECT, content)
