@@ -264,21 +264,18 @@ class Mirror(Closing, ProcessBound):
     def _mirror(self) -> None:
         name = self._source.name
         retry = RetryLoop(logger, failed=f"mirroring {name}: ", final=FINAL, stop=self._stop)
-        try:
-            while not self._stop.is_set():
-                with retry.attempt():
-                    self._elect()
-                    retry.succeeded(f"mirroring {name}")
-                self._problem = retry.error
-                if self._receiver is not None:
-                    self._follow(self._receiver)
-                    continue
-                if retry.error is not None:
-                    self._record.count(failures=1)
-                    self._record.write_problem(retry.error, None)
-                self._stop.wait(TIMING.retry_min_s)
-        finally:
-            self._close_ends()
+        while not self._stop.is_set():
+            with retry.attempt():
+                self._elect()
+                retry.succeeded(f"mirroring {name}")
+            self._problem = retry.error
+            if self._receiver is not None:
+                self._follow(self._receiver)
+                continue
+            if retry.error is not None:
+                self._record.count(failures=1)
+                self._record.write_problem(retry.error, None)
+            self._stop.wait(TIMING.retry_min_s)
 
     def _elect(self) -> None:
         if self._target.elect():
@@ -377,9 +374,12 @@ class Mirror(Closing, ProcessBound):
                 relay.close()
 
     def _end(self) -> None:
-        self._copier.close()
-        if self._bucket is not None:
-            self._bucket.close()
+        try:
+            self._close_ends()
+        finally:
+            self._copier.close()
+            if self._bucket is not None:
+                self._bucket.close()
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
         """Wait until the local store has the version that is the remote store's newest now.

@@ -981,13 +981,12 @@ def test_the_page_has_the_figures_of_the_code():
     page = " ".join((ROOT / "docs" / "object-storage.md").read_text(encoding="utf-8").split())
     assert (timing.bucket_list_s, timing.bucket_heartbeat_s) == (1.0, 60.0)
     for text in (
-        "a list each second",
         f"one put per {buckets.PART_BYTES >> 20} MiB",
         f"one get per {PAGE_RANGE_BYTES >> 20} MiB",
         f"less than {NUM_REQUESTS * buckets.PART_BYTES >> 20} MiB (puts)",
         f"or {NUM_REQUESTS * PAGE_RANGE_BYTES >> 20} MiB (gets)",
         f"moves for {buckets.REQUEST_S:g} s in a download, or for {buckets.TRANSFER_S:g} s in",
-        f"after an outage of up to {buckets.UPLOAD_RETRIES_S / 60:g} minutes, and the whole file",
+        f"outage of up to {buckets.UPLOAD_RETRIES_S / 60:g} minutes, an upload repeats its current",
         f"counts as dead {timing.bucket_presumed_dead_after_s:g} s after its mirror's last put",
         f"keeps the newest {('no', 'one', 'two')[KEEP_ANCHORS]} full versions",
         "and all files of the last hour" if timing.bucket_grace_s == 3600 else "",

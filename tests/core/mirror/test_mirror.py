@@ -248,10 +248,18 @@ def test_who_waits_for_a_version_finds_it_told_and_counted(remote, local):
 
 
 @pytest.mark.parametrize("kind", [KeyError, SystemExit])
-def test_what_on_copied_raises_reaches_who_waits(remote, local, kind):
+def test_what_on_copied_raises_reaches_who_waits(remote, local, kind, monkeypatch):
+    """Also while the mirror closes its stores, which takes a while."""
+    close = StoreTarget.close
+
     def on_copied(copied: Publication) -> None:
         raise kind(copied.version)
 
+    def close_slowly(target: StoreTarget) -> None:
+        time.sleep(0.3)
+        close(target)
+
+    monkeypatch.setattr(StoreTarget, "close", close_slowly)
     publish(remote, 1)
     with quick(remote, local, on_copied=on_copied).start() as one:
         with pytest.raises(kind):
