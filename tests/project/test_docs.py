@@ -146,6 +146,8 @@ def test_a_block_that_is_not_run_says_why(block):
     if "shown by" in block.reason:
         assert named
     assert not blocks("yaml"), "these are not run at all"
+    if block.language == "python":  # a syntax error shows
+        compile(block.code, str(block), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
 
 
 # Commands.
