@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -181,8 +181,7 @@ class RankEndpoint:
             engine_id=rank.engine_id(options),
             instance_id=options.instance_id or rank.instance_id,
         )
-        # The options may be of another class (vLLM's ``init_info``), so compare the fields.
-        is_same = self.receiver is not None and asdict(self.receiver.options) == asdict(options)
+        is_same = self.receiver is not None and self.receiver.options == options
         try:
             # All ranks begin, or none: a rank that began alone would wait for the others.
             answers = rank.ranks.gather((is_same, self.receiver is not None), begins=True)
