@@ -33,10 +33,6 @@ CHUNK_BYTES = 16 << 20
 """Bytes of a version that become one chunk, unless `MAX_CHANGED_BYTES` of them changed. On two CPU
 cores, applying such chunks takes three quarters of the time of chunks of 4 MiB."""
 
-COMPARED_BYTES = 1 << 20
-"""Bytes of a version that a thread compares at a time. A core's cache has room for their
-differences."""
-
 DEVICE_BYTES = 64 << 20
 """Bytes of a version that a device compares at a time. The host waits once for each comparison,
 which takes as much memory again, and up to 20 bytes for each changed word."""
@@ -110,14 +106,10 @@ def find_changes(
     first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))
 
     def find(start: int, end: int, width: int) -> _Found:
-        found: list[_Found] = []
-        for at in range(start, end, COMPARED_BYTES):
-            inside = slice(at - first_byte, min(at + COMPARED_BYTES, end) - first_byte)
-            positions, differences = _compare(
-                *(side[inside].view(WORDS[width]) for side in (old, new))
-            )
-            found.append((positions + at // width, differences))
-        return _join(found)
+        inside = slice(start - first_byte, end - first_byte)
+        places, differences = _compare(*(side[inside].view(WORDS[width]) for side in (old, new)))
+        places += start // width
+        return places, differences
 
     work = [(find, each) for each in ranges[first:last]]
     return _encode(work, layout, copier, file_starts, max_bytes)

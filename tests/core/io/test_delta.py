@@ -56,7 +56,6 @@ def small_chunks(monkeypatch):
     """Chunks of a few words."""
     monkeypatch.setattr(io_changes, "CHUNK_BYTES", 1024)
     monkeypatch.setattr(io_changes, "MAX_CHANGED_BYTES", 256)
-    monkeypatch.setattr(io_changes, "COMPARED_BYTES", 64)
 
 
 def positions_of(step, copier):
