@@ -101,6 +101,7 @@ class ObjectServer(RunningServer):
             stdin=subprocess.PIPE,
             env={
                 "HOME": directory,
+                "GOGC": "400",  # a fifth less processor time
                 # No option moves these.
                 "SOCKETS": " ".join(f"/tmp/seaweedfs-*-{port}.sock" for port in ports.values()),
                 "AWS_ACCESS_KEY_ID": _ACCESS_KEY_ID,
