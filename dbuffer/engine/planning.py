@@ -35,7 +35,7 @@ class PlanState(enum.Enum):
     UNVERIFIED = enum.auto()
     """The next switch reloads the version, and compares the result with the plan's copies."""
     VERIFIED = enum.auto()
-    """Switches copy tensors directly."""
+    """The copies gave the same result as a reload, so switches copy tensors directly."""
     PAUSED = enum.auto()
     """Planning failed for a reason that may pass. It starts again after some versions."""
     GIVEN_UP = enum.auto()

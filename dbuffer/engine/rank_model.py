@@ -288,9 +288,9 @@ class RankModel:
         """Compare the model with ``staged``, the version that was loaded last.
 
         Return the names of parameters and layers that differ or were replaced. Return None if the
-        comparison did not finish: the version has no verified copies, the weights are asleep or
-        unknown, an error occurred, or ``is_wanted`` returned False. Layers that are left to the
-        engine's reload are not compared.
+        comparison did not finish: the version's direct copies are not verified, the engine sleeps,
+        the version in the model is unknown, an error occurred, or ``is_wanted`` returned False.
+        Layers that are left to the engine's reload are not compared.
         """
         switch = self._switch_of(staged)
         try:

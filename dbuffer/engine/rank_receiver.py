@@ -267,8 +267,8 @@ class RankReceiver:
             )
             if not self._model.is_loadable(staged):
                 logger.warning(
-                    "rank %d reads version %d again, all of it, while the engine is paused: its "
-                    "parameters have moved, or were lost, since its part was staged",
+                    "rank %d reads the whole version %d again, while the engine is paused: the "
+                    "rank's parameters have moved, or were lost, since it staged the version",
                     self.ranks.rank,
                     staged.version,
                 )

@@ -235,7 +235,7 @@ class Mirror(Closing, ProcessBound):
                 raise NotReadyError(f"this mirror to {name} runs already: close it first")
             if self._thread is not None or self._stop.is_set() or self._is_inherited:
                 raise ClosedError(
-                    f"this mirror to {name} is closed, or was made before a fork; make a new one"
+                    f"this mirror to {name} is closed, or is of a parent process; make a new one"
                 )
             self._stop = stop_event or self._stop
             thread = threading.Thread(

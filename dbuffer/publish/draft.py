@@ -281,11 +281,11 @@ class Draft:
                 try:
                     size = part_path(path, part).stat().st_size
                 except FileNotFoundError:
-                    size = None
+                    size = 0
                 if size != num_bytes:
                     raise StoreAccessError(
-                        f"{part_path(path, part)} has {size} bytes here, but its rank wrote "
-                        f"{num_bytes} bytes: do all ranks have the store on the same mount?"
+                        f"{part_path(path, part)} has {size} bytes on this host, but its rank "
+                        f"wrote {num_bytes}: do all ranks have the store on the same mount?"
                     )
 
     def abandon(self) -> None:

@@ -91,7 +91,7 @@ def require_form(patch: Any) -> None:
         if not isinstance(value, torch.Tensor) or problem_of_memory(value):
             raise InvalidWeightsError(
                 f"the patch of {patch.name!r:.200}: {field} must be a dense torch.Tensor with data "
-                f"(no sparse, meta or composed one), not this {type(value).__name__}"
+                f"(not sparse, not on the meta device, no DTensor), not this {type(value).__name__}"
             )
     if not isinstance(patch.shape, Sequence | None):
         raise InvalidWeightsError(

@@ -64,7 +64,7 @@ class WeightSender(Publisher):
         OptionError: an option is invalid, or the directory holds files that are not a store's.
     """
 
-    _closed_message = "this sender of {store} is closed, or was made before a fork; make a new one"
+    _closed_message = "this sender of {store} is closed, or is of a parent process; make a new one"
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ class ShardedWeightSender(Publisher):
     _world: Agreement
     _assignment: Assignment
     _closed_message = (
-        "this sender of {store} is closed, has lost a rank, or was made before a fork; make a new "
+        "this sender of {store} is closed, has lost a rank, or is of a parent process; make a new "
         "one"
     )
 

@@ -445,7 +445,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
     def _check_open(self) -> None:
         if self._is_closed or self._is_inherited:
             raise errors.ClosedError(
-                f"this receiver of {self.store} is closed, or was made before a fork; "
+                f"this receiver of {self.store} is closed, or is of a parent process; "
                 "make a new one"
             )
 
@@ -583,7 +583,11 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         self.reader.verify(opened, tensors.layout, checksums)
 
     def _remember_names(self, opened: OpenStoreVersion, names: Set[str], partial: bool) -> None:
-        """Remember loaded names. With ``partial``, raise if ``names`` lack a name loaded before."""
+        """Remember loaded names.
+
+        With ``partial``, raise if ``names`` lacks a name that an earlier load had: the name's
+        tensor would keep its old value.
+        """
         version = opened.manifest.version
         if partial:
             require_names(self._loaded_names, names, version)

@@ -384,9 +384,10 @@ class Stager(ProcessBound):
                 self._require_open()
                 if not self._is_answered():
                     newest = self.newest()
+                    having = f"the newest is {newest.version}" if newest else "it has no version"
                     raise errors.WaitTimeoutError(
                         f"version {request.number} of {self._receiver.store} was not ready within "
-                        f"{timeout_s:g} s; the newest is {newest and newest.version}"
+                        f"{timeout_s:g} s; {having}"
                     )
                 if request.error is not None:
                     raise request.error
@@ -491,7 +492,7 @@ class Stager(ProcessBound):
     def _require_open(self) -> None:
         if self._is_closed or self._is_inherited:
             raise errors.ClosedError(
-                f"this stager of {self._receiver.store} is closed, or was made before a fork; "
+                f"this stager of {self._receiver.store} is closed, or is of a parent process; "
                 "make a new one"
             )
 

@@ -625,7 +625,7 @@ class Descriptor(Closing, ProcessBound):
     @property
     def number(self) -> int:
         if not self.is_open:
-            raise ClosedError("this file is closed, or was opened before a fork")
+            raise ClosedError("this file is closed, or was opened by a parent process")
         return self._file.fileno()
 
     def close(self) -> None:

@@ -582,7 +582,7 @@ class BufferWriter:
 
     def _check_open(self) -> None:
         if not self.is_open:
-            raise ClosedError(f"the writer of {self.root} is closed, or was made before a fork")
+            raise ClosedError(f"the writer of {self.root} is closed, or is of a parent process")
 
 
 def _has_second_name(file: Descriptor) -> bool:

@@ -277,7 +277,7 @@ def test_what_was_staged_for_another_model_is_staged_anew(staging, world, store)
         sender.send(published := weights(3))
         logged, found = zip(*world.run(update_after_moving, 3), strict=True)
         # Where all of it was staged, nothing is read again.
-        assert [any("reads version 3 again" in line for line in lines) for lines in logged] == [
+        assert [any("the whole version 3 again" in line for line in lines) for lines in logged] == [
             staging != "map"
         ] * SIZE
         # Read again, it is planned again, and verified at once.

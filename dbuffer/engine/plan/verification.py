@@ -324,12 +324,13 @@ def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
 
 
 def _stand_in(tensor: torch.Tensor, number: float, *, is_reloaded: bool) -> torch.Tensor:
-    """Return a tensor of the same form with other elements, or ``tensor`` if no other are possible.
+    """Return a tensor of the same form with other elements, or ``tensor`` if no others are safe.
 
-    Fill a floating-point tensor with ``number``, or with twice ``number`` if its first element is
-    already ``number``. Integers may be indices or codes, so use only integers from the tensor.
-    If each switch reloads the tensor (``is_reloaded``), fill it with its last integer. Otherwise,
-    reverse a matrix and fill half of it with one integer, and return a vector unchanged.
+    A floating-point tensor is filled with ``number``, or with twice ``number`` if its first element
+    is already ``number``. Integers may be indices or codes, so other tensors get only integers that
+    they have: if each switch reloads the tensor (``is_reloaded``), it is filled with its last
+    integer. Otherwise a matrix is reversed, and the first half of the result filled with its first
+    integer; a vector is returned unchanged.
     """
     if not tensor.numel():
         return tensor

@@ -243,7 +243,7 @@ class Tracer:
                     self._error = error
 
     def _find_cuts(self) -> dict[int, Cut]:
-        """Return the ranges of this rank's parts, by the exported tensor's index in the export."""
+        """Return the range of each exported tensor that this rank has, by the tensor's position."""
         owner_of = {id(self._tensors[name]): owner for owner, name in self._names.items()}
         end, cuts = self._first + len(self._names), dict[int, Cut]()
 
