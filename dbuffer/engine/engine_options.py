@@ -300,6 +300,8 @@ class UpdateRequest:
     run: Annotated[Token, Meta(description=_RUN_RULE)] | None = None
     """Run (start of a sender) of the version. Default: the run of the version with this number that
     led to the store's newest version."""
+    update_kind: Literal["dense", "sparse_flat"] = "dense"
+    """Kind of the update in vLLM's terms. The value has no effect."""
     attempt: Annotated[Token, Meta(description="16 hexadecimal digits")] | None = None
     """Id of a follower's attempt, which the engine's record then names."""
 

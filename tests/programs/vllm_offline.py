@@ -209,7 +209,7 @@ def update_by_stock_calls(store: Path, pair: Pair) -> None:
     assert transfer.parse_update_info({"version": 3}).version == 3
     error = str(error_of(lambda: transfer.parse_update_info({"names": ["x"]})))
     assert error.startswith(("ValueError: ", "OptionError: "))
-    assert "'names'" in error
+    assert "names ['x']" in error
     for error in (
         error_of(lambda: llm.init_weight_transfer_engine({"init_info": {}})),
         update(version=0),
@@ -217,8 +217,10 @@ def update_by_stock_calls(store: Path, pair: Pair) -> None:
         assert str(error).startswith("OptionError: ")
     with dbuffer.WeightSender(store) as sender:
         sender.send(make_model("qwen3", 1))
-        assert update() is None
+        assert update(update_kind="dense") is None
         assert greedy(llm) == fresh[1]
+        assert "num_updates_list" in str(update(update_kind="sparse_flat"))
+        assert update(update_kind="sparse_flat", num_updates_list=[1]) is None
         assert update(version=1) is None
         assert greedy(llm) == fresh[1]
         sender.send(make_model("qwen3", 0))
@@ -324,6 +326,18 @@ def patch_without_source(store: Path, checkpoint: Path, pair: Pair) -> None:
     assert greedy(llm) == fresh[1]
     engine.shutdown()
     follower.shutdown()
+
+    transfer = llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+    applied: list[Any] = []
+    with dbuffer.WeightSender(store, delta=True) as sender:
+        sender.send(other)
+        patches = list(all_of(make_model("qwen3", 0)))
+        version = type(transfer).trainer_send_sparse_weights(patches, {"sender": sender})
+        counts = [len(patch.indices) for patch in patches]
+        info = {"version": version, "update_kind": "sparse_flat", "num_updates_list": counts}
+        transfer.receive_sparse_weights(transfer.parse_update_info(info), applied.extend)
+        llm.reset_prefix_cache()
+    assert (greedy(llm), applied) == (fresh[0], [])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Publish sparse patches of vLLM: changed elements of tensors, with their positions."""
+"""Publish sparse patches of vLLM: changed elements of tensors, with their positions.
+
+Releases of vLLM have two classes named ``SparseWeightPatch``, in two modules. This module imports
+neither class, and reads the fields of a patch by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from dbuffer.errors import InvalidWeightsError, VersionError, WeightsMismatchError
+from dbuffer.errors import InvalidWeightsError, OptionError, VersionError, WeightsMismatchError
 from dbuffer.publish.patches import SparsePatch, require_form
 from dbuffer.publish.sender import WeightSender
 
@@ -36,12 +39,12 @@ def publish_patches(
 def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
     """Convert patches of vLLM into one `SparsePatch` for each tensor.
 
-    A patch, a ``SparseWeightPatch``, has these fields:
+    A patch of vLLM has these fields:
 
     * ``name`` of a published tensor;
     * ``indices``, flat positions in the tensor (int32 or int64, one dimension, on any device);
     * ``values``, the new elements (one dimension, on any device);
-    * ``full_shape`` of the tensor.
+    * ``full_shape`` of the tensor, in most releases of vLLM.
 
     If several patches change one position, the last patch wins.
     """
@@ -55,13 +58,14 @@ def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
 
 def _checked(patch: Any, position: int) -> SparsePatch:
     try:
-        given = SparsePatch(patch.name, patch.indices, patch.values, tuple(patch.full_shape))
+        name, indices, values = patch.name, patch.indices, patch.values
+        shape = tuple(patch.full_shape) if hasattr(patch, "full_shape") else None
     except (AttributeError, TypeError) as error:
         raise InvalidWeightsError(
             f"patch {position} is no SparseWeightPatch of vLLM: {error}"
         ) from error
-    require_form(given)
-    subject, indices, values = f"the patch of {given.name!r:.200}", given.indices, given.values
+    require_form(SparsePatch(name, indices, values, shape))
+    subject = f"the patch of {name!r:.200}"
     if indices.dtype not in (torch.int32, torch.int64):
         raise InvalidWeightsError(f"{subject} has indices of {indices.dtype}, not int32 or int64")
     if not indices.dim() == values.dim() == 1:
@@ -75,7 +79,7 @@ def _checked(patch: Any, position: int) -> SparsePatch:
         raise InvalidWeightsError(
             f"{subject} has a NaN among its values: in vLLM it stands for an unchanged element"
         )
-    return replace(given, indices=indices, values=values)
+    return SparsePatch(name, indices, values, shape)
 
 
 def _merged(before: SparsePatch, after: SparsePatch) -> SparsePatch:
@@ -88,3 +92,48 @@ def _merged(before: SparsePatch, after: SparsePatch) -> SparsePatch:
     indices = torch.cat([before.indices[stays], after.indices])
     values = torch.cat([before.values[stays], after.values])
     return SparsePatch(after.name, indices, values, after.shape)
+
+
+def trainer_send_weights(
+    iterator: Iterable[tuple[str, torch.Tensor]], trainer_args: Mapping[str, Any] | Any
+) -> int:
+    """Publish weights, and return the number of the version. For trainers of vLLM before 0.26.
+
+    This function does not update an engine: call ``update_weights`` with ``{"version": number}``
+    afterwards. ``trainer_args`` is ``{"sender": WeightSender(store)}``, or an object with a
+    ``sender`` attribute. If the trainer also sends patches, the sender needs ``delta=True``.
+    """
+    sender = _sender_in(trainer_args)
+    # A sender with delta=True needs all tensors together. They are copied, because the iterator can
+    # reuse the memory of a tensor for the next tensor.
+    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
+    return sender.send(weights).version
+
+
+def trainer_send_sparse_weights(
+    _iterator: Iterable[Any] = (),
+    _trainer_args: Mapping[str, Any] | Any = None,
+    *,
+    iterator: Iterable[Any] = (),
+    trainer_args: Mapping[str, Any] | Any = None,
+) -> int | None:
+    """Publish patches, and return the number of the version, or None if there are no patches.
+
+    Afterwards call ``update_weights`` with this number and vLLM's two fields of a sparse update.
+    :func:`patches_of` describes patches, and :func:`trainer_send_weights` describes
+    ``trainer_args``. Each argument has two names, because vLLM's base class and vLLM's NCCL engine
+    use different names.
+    """
+    sender = _sender_in(trainer_args if _trainer_args is None else _trainer_args)
+    return publish_patches(sender, _iterator or iterator)
+
+
+def _sender_in(trainer_args: Any) -> WeightSender:
+    is_mapping = isinstance(trainer_args, Mapping)
+    sender = trainer_args.get("sender") if is_mapping else getattr(trainer_args, "sender", None)
+    if not isinstance(sender, WeightSender):
+        raise OptionError(
+            f"trainer_args is {trainer_args!r:.200}, and must have a WeightSender as 'sender'. To "
+            "send patches, this sender needs delta=True"
+        )
+    return sender

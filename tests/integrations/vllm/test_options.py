@@ -107,6 +107,7 @@ WRONG_REQUESTS: dict[str, list[Any]] = {
     "version": [0, -1, 1.0, "1", True, False, [1], {}, MAX_INTEGER + 1, math.nan],
     "at_least": [0, -1, 1.0, "1", True, False, [1], {}, MAX_INTEGER + 1],
     "run": ["", "a", "A" * 16, 1, True, ["0" * 16]],
+    "update_kind": ["", "Dense", "sparse", None, True, 1, ["dense"], {}],
     "attempt": ["", "a", "A" * 16, "0" * 15, "0" * 17, "0" * 16 + "\n", 1, True, ["0" * 16]],
 }
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,11 @@ from dbuffer import (
     WeightSender,
     WeightsMismatchError,
 )
-from dbuffer.integrations.vllm.sparse_patches import patches_of, publish_patches
+from dbuffer.integrations.vllm.sparse_patches import (
+    patches_of,
+    publish_patches,
+    trainer_send_sparse_weights,
+)
 
 WEIGHTS = {
     "a": torch.arange(12.0).view(3, 4),
@@ -94,6 +99,12 @@ def spoilt(**fields: Any) -> Patch:
     return replace(patch(), **fields)
 
 
+def without_shape() -> Any:
+    given = SimpleNamespace(**vars(patch()))
+    del given.full_shape
+    return given
+
+
 RIGHT: dict[str, tuple[list[Any], dict[str, torch.Tensor]]] = {
     "values": ([patch()], changed("a", [1, 6], [20.0, 30.0])),
     "indices of 64 bits, and a shape as a list": (
@@ -103,6 +114,7 @@ RIGHT: dict[str, tuple[list[Any], dict[str, torch.Tensor]]] = {
         ],
         changed("a", [1, 6, 7], [20.0, 30.0, 1.0]),
     ),
+    "without a shape": ([without_shape()], changed("a", [1, 6], [20.0, 30.0])),
     "in any order": ([patch(places=(6, 1))], changed("a", [6, 1], [20.0, 30.0])),
     "what is there already": ([patch(places=(1, 2), values=(1.0, 2.0))], WEIGHTS),
     "no places": ([patch(places=(), values=())], WEIGHTS),
@@ -220,12 +232,25 @@ def test_patches_go_upon_nothing_that_another_sender_has_published(store, delta)
         sender.send(WEIGHTS)
     with WeightSender(store, delta=True) as sender:
         assert publish_patches(sender, []) is None
-        with pytest.raises(VersionError):
-            publish_patches(sender, [patch()])
+        for publish in (
+            lambda: publish_patches(sender, [patch()]),
+            lambda: trainer_send_sparse_weights(iter([patch()]), {"sender": sender}),
+        ):
+            with pytest.raises(VersionError):
+                publish()
         assert same(published(sender), WEIGHTS)
         sender.send(WEIGHTS)
         assert publish_patches(sender, [patch()]) == 3
         assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
+
+
+def test_as_releases_with_a_sparse_method_call_it(sender):
+    assert trainer_send_sparse_weights(iter([patch()]), {"sender": sender}) == 2
+    assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
+    assert trainer_send_sparse_weights(iter(()), {"sender": sender}) is None
+    for arguments in (None, {}, {"sender": None}, {"group": 1}):
+        with pytest.raises(OptionError, match="'sender'"):
+            trainer_send_sparse_weights([patch()], arguments)
 
 
 def test_a_sender_without_deltas_is_refused(store):

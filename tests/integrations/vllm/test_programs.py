@@ -35,6 +35,7 @@ PROGRAMS = [
     program("async", "short-of-cache", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE),
     program("caches"),
     program("canary", processes=True),
+    program("contract"),
     program("dead_core", processes=True),
     program("layers"),
     program("lora", "", *NEEDS_PEFT),
