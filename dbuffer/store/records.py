@@ -264,8 +264,8 @@ def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
                 store.record_path(record.receiver, record.token).unlink()
         elif newcomer.part_of is None:  # for a rank, the engine's own record already warns
             logger.warning(
-                "%s already has a receiver with the id %s (process %d on %s): a sender that waits for "
-                "this id waits for both receivers; give each receiver its own id",
+                "%s already has a receiver with the id %s (process %d on %s): a sender that waits "
+                "for this id waits for both receivers; give each receiver its own id",
                 store.root,
                 record.receiver,
                 record.pid,

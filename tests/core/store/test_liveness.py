@@ -193,7 +193,7 @@ def test_an_id_has_applied_what_all_living_receivers_of_it_have(store, mount, se
         with dbuffer.WeightReceiver(store, receiver_id=NAME) as second:
             assert second.load_into(SMALL.empty()) == 2
             assert applied_by(store) == [1, 2]
-            [entry] = [entry for entry in caplog.records if "another receiver" in entry.message]
+            [entry] = [e for e in caplog.records if "already has a receiver" in e.message]
             assert NAME in entry.message
             assert entry.levelno == logging.WARNING
             receivers = read_status(DoubleBuffer(store))["receivers"]
