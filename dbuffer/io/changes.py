@@ -111,8 +111,8 @@ def find_changes(
         places += start // width
         return places, differences
 
-    work = [(find, each) for each in ranges[first:last]]
-    return _encode(work, layout, copier, file_starts, max_bytes)
+    in_share = [(find, compared) for compared in ranges[first:last]]
+    return _encode(in_share, layout, copier, file_starts, max_bytes)
 
 
 def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copier) -> Changes:
