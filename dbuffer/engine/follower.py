@@ -503,7 +503,7 @@ class Follower(Closing):
         if refused:
             store = view.options.store
             reasons = "; ".join(
-                f"version {v.number} of {store} {why}" for v, why in refused.items()
+                f"version {v.number} of {store} {reason}" for v, reason in refused.items()
             )
             raise errors.EngineUpdateError(f"{reasons}; the engine has {self.weights}")
 

@@ -174,10 +174,10 @@ class RankModel:
     ) -> PreparedSwitch | None:
         if not self._plans:
             return None
-        for other in self._plannings:
+        for earlier in self._plannings:
             # Versions with and without a draft may alternate.
-            if other.plan is not None and not other.is_alike(planning.trace):
-                other.drop()
+            if earlier.plan is not None and not earlier.is_alike(planning.trace):
+                earlier.drop()
         planning.drop_if_replaced()
         planning.begin_version()
         if planning.state is PlanState.MISSING:

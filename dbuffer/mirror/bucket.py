@@ -381,12 +381,12 @@ def num_puts(num_bytes: int) -> int:
 
 
 def part_bytes(num_bytes: int) -> int:
-    """Return the size of the parts in which a file is uploaded."""
+    """Return the size in bytes of each part of a file's upload, except for the last part."""
     return max(min(PART_BYTES, _share(num_bytes)), -(-num_bytes // _MAX_PARTS))
 
 
 def range_starts(num_bytes: int) -> range:
-    """Return the offsets of the ranges in which a file is downloaded."""
+    """Return the offset of each range of a file's download."""
     return range(0, num_bytes, min(RANGE_BYTES, _share(num_bytes)))
 
 

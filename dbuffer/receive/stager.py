@@ -255,8 +255,8 @@ class Stager(ProcessBound):
         pin_memory: page-lock the stager's memory, for faster copies to a device.
         version: stage only this version until it has been applied. Default: stage each newest
             version.
-        choose: called with the store's newest version. It returns the newest version to stage, or
-            None if no version of the store is to be staged. Default: each newest version.
+        choose: called with the store's newest version. It returns the version to stage, or None to
+            stage none. Default: the newest version.
         applied: version that the engine has at the start. Only later versions are staged.
         forked: ``"follow"`` stages the newest version after a fork; ``"refuse"`` reports a problem.
         on_found: called before each version is staged.

@@ -37,7 +37,7 @@ def table(rows: Sequence[Mapping[str, Any]], *columns: str) -> RenderableType:
 
 _GAP = 2  # between columns
 _WORD = 9
-"""Width to which columns can shrink. Longer words, such as tensor names, are then folded."""
+"""Smallest width of a column. Longer words, such as tensor names, are folded."""
 
 
 @dataclasses.dataclass

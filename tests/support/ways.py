@@ -59,7 +59,7 @@ class Way(NamedTuple):
 
     @property
     def has_checksums(self) -> bool:
-        """Where there are some, a version that a delta leads to is written whole on a disk."""
+        """Whether versions have checksums: then a local store writes each version whole."""
         return self.mount == "network" or not self.delta
 
     def open(self, store: Path, **options: Any) -> ShardedWeightSender:

@@ -83,7 +83,7 @@ def test_requests_of_a_file(mebibytes, num_parts, num_ranges):
 
 
 def test_a_file_moves_in_requests_of_its_size(proxy, bucket_url):
-    """S3's smallest part is what the server takes, and the least that a request moves."""
+    """No request moves less than S3's smallest part, which the server accepts."""
     data, copy = random.Random(1).randbytes(12 * MIB), bytearray(12 * MIB)
 
     def place(offset: int, piece: memoryview) -> None:

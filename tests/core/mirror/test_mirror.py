@@ -249,7 +249,7 @@ def test_who_waits_for_a_version_finds_it_told_and_counted(remote, local):
 
 @pytest.mark.parametrize("kind", [KeyError, SystemExit])
 def test_what_on_copied_raises_reaches_who_waits(remote, local, kind, monkeypatch):
-    """Also while the mirror closes its stores, which takes a while."""
+    """The error arrives even if closing the mirror's stores takes a while."""
     close = StoreTarget.close
 
     def on_copied(copied: Publication) -> None:
