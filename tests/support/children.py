@@ -29,6 +29,7 @@ _PRELOADED = [
     *("dbuffer.api", "dbuffer.engine.rank_receiver", "dbuffer.mirror.mirror"),
     *("dbuffer.publish.sharded", "dbuffer.tools.doctor.peer", "hypothesis.stateful"),
     *("prometheus_client", "pytest", "tests.support.damage", "tests.support.light_engines"),
+    "torch._dynamo",  # which torch imports when it first computes on tensors without memory
     *("httpx", "rich.console", "rich.table", "typer"),  # for commands
 ]
 
