@@ -41,7 +41,8 @@ def main() -> None:
             optimizer.zero_grad()
             version = sender.send(model, metadata={"step": step}).version
             if options.receivers:
-                print(f"version {version}: waiting for {options.receivers} engines", flush=True)
+                if step == 1:
+                    print(f"waiting for {options.receivers} engine(s)", flush=True)
                 sender.wait_applied(
                     version, receivers=options.receivers, timeout_s=options.timeout_s
                 )
