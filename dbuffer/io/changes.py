@@ -168,9 +168,9 @@ class DeviceChanges:
         """Wait until the changed words are in main memory, and return those in a range."""
         positions = self._positions.wait().numpy()
         bounds = np.array((start - self.start, end - self.start), np.int32) // width
-        found = slice(*positions.searchsorted(bounds))
+        inside = slice(*positions.searchsorted(bounds))
         differences = self._differences.wait().numpy().view(WORDS[width])
-        return positions[found] + np.int64(self.start // width), differences[found]
+        return positions[inside] + np.int64(self.start // width), differences[inside]
 
 
 def encode_found(
