@@ -173,7 +173,7 @@ class EngineOptions:
         return self.every > 1 or self.when is not None
 
     def choose(self, newest: Lineage, store: DoubleBuffer | None = None) -> Lineage | None:
-        """Return the newest version in a store that the engine takes, or None if it takes none.
+        """Return the newest version that the engine takes from a store, or None if it takes none.
 
         The engine takes a version if the options select it, and no canary refused it. ``newest`` is
         the store's newest version. Default of ``store``: the store that the ranks read.

@@ -70,7 +70,7 @@ class Planning:
     reloaded: Mapping[str, str] = field(default_factory=dict)
     """Reasons why layers are left to the engine's reload, by layer."""
     num_verifications: int = 0
-    """Number of verifications since planning last paused, or since a plan copied many versions."""
+    """Number of verifications since the count began anew: see `_NUM_SKIPPED`."""
     _num_copied: int = 0
     """Number of versions copied since the last verification."""
     _num_skipped: int = 0

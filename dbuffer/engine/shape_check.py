@@ -85,7 +85,7 @@ class ShapeCheck:
         return replace(trace, unused=(*trace.unused, *surplus))
 
     def of_part(self, names: Collection[str]) -> LoadTrace:
-        """Trace how the model's loaders load only these tensors of the last check.
+        """Trace how the model's loaders load ``names`` alone, of the tensors of the last check.
 
         Raise :class:`WeightsMismatchError` if the loaders cannot load them without the other
         tensors.

@@ -218,7 +218,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
     @property
     def since_anchor(self) -> list[VersionId]:
-        """Versions after the version in the weights file. Their deltas lead to this version."""
+        """Versions after the one in the weights file, up to and with the manifest's own version."""
         return self.deltas_after(self.file_version)
 
     def upon(self, buffer: str) -> dict[str, Any]:

@@ -284,7 +284,7 @@ class Mirror(Closing, ProcessBound):
             self._record.count(**NO_STATS)
             self._is_fit.set()
         elif self._target.is_fit() and not self._is_fit.is_set():
-            logger.info("another mirror of %s is at work: standing by", self._target.name)
+            logger.info("another mirror copies into %s: standing by", self._target.name)
             self._is_fit.set()
 
     def _follow(self, receiver: UpstreamReceiver) -> None:

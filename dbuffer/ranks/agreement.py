@@ -54,7 +54,7 @@ class _Outcome(NamedTuple):
     value: Any
     error: str | None = None
     kind: str = RankFailedError.__name__
-    """Class of the error, if dbuffer defines it."""
+    """Name of the error's class, if dbuffer defines that class."""
     may_follow: bool = False
     """Whether another rank's error may have caused this error, for instance a time-out."""
     num_bytes: int = 0

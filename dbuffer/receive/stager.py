@@ -72,10 +72,9 @@ class Prepared(Protocol):
         memories: tuple[torch.Tensor, torch.Tensor],
         copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
     ) -> Prepared:
-        """Copy this part into device memory and main memory; return the copy.
+        """Return a copy of this part, made in ``memories``: device memory and main memory.
 
-        ``copy`` copies its second argument, views of the snapshot's tensors, into its first
-        argument.
+        ``copy`` copies the tensors of its second argument into those of its first.
         """
 
 
@@ -415,7 +414,7 @@ class Stager(ProcessBound):
             self._wake()
 
     def stage_again(self, *, applied: VersionId | None = None) -> None:
-        """Stage the newest version again, if it is above ``applied``.
+        """Stage the newest version again. With ``applied``, do so only if it is a later version.
 
         The staged version is dropped first, unless the engine is already loading it.
         """

@@ -1,1 +1,1 @@
-"""A store on a filesystem: two buffers, the version pointer, the writer and readers' records."""
+"""A store on a filesystem: buffers, version pointer, writer, and the records of its readers."""

@@ -56,8 +56,8 @@ def at_call(
 ) -> None:
     """Call ``action`` before this thread's ``number``-th call of a function in ``names``.
 
-    The functions in `MOMENTS` include all system calls that change a store, so that a test can stop
-    in every state of the disk, however dbuffer's code is divided into functions.
+    The functions in `MOMENTS` include all system calls that change a store. So a test that kills a
+    process at each of them meets every state of the disk.
 
     Args:
         number: number of the call, counted from 1.

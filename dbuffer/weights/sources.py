@@ -118,8 +118,8 @@ class Describer:
     rename: Rename | None = None
     """Mapping or function from names, without the parts that wrappers add, to published names."""
     sharded: bool = False
-    """Whether to accept sharded tensors. A sender on a single rank refuses them, because it would
-    wait forever: all ranks must take part in a gather."""
+    """Whether to accept sharded tensors. False for a sender on a single rank: its gather would wait
+    forever for the other ranks."""
     as_checkpoint: bool = True
     """Whether to publish a transformers module's tensors under the names in its checkpoint."""
     require_finite: bool = False
@@ -276,8 +276,8 @@ def _with_draft(target: Source, draft: Source) -> Source:
     """Return one source for a target model and its draft. Shared tensors are published once."""
     if target.stream is not None or draft.stream is not None or draft.reader is not None:
         raise InvalidWeightsError(
-            "a draft and its target must be modules, dictionaries, lists or checkpoints: an "
-            "iterator cannot be one of them, and a weight source cannot be the draft"
+            "a draft must be a module, a dictionary, a list or a checkpoint, and its target one of "
+            "these or a weight source: neither can be an iterator"
         )
     in_draft = [spec._replace(name=DRAFT_PREFIX + spec.name) for spec in draft.specs]
     specs = [*target.specs, *in_draft]

@@ -393,7 +393,7 @@ def test_a_mirror_that_stands_by_says_so(tmp_path, store):
     with Command(tmp_path, "mirror", store, local) as first:
         assert first.line(0)
         with Command(tmp_path, "mirror", store, local) as second:
-            assert f"another mirror of {local} is at work" in second.line_of_errors(0)
+            assert f"another mirror copies into {local}: standing by" in second.line_of_errors(0)
 
 
 def test_who_only_looks_is_no_receiver_that_a_sender_waits_for(tmp_path, store, checkpoint):
