@@ -22,6 +22,8 @@ from dbuffer.store.filesystem import Descriptor
 from dbuffer.weights.lazy_tensor import LazyTensor
 
 INDEX = "model.safetensors.index.json"
+_PARTS_OF_CONFIG = ("text_config", "vision_config", "audio_config")
+_MODEL_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 SAFETENSORS_DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -243,7 +245,7 @@ def write_checkpoint(
         path: the directory to create.
         tensors: tensors by name.
         beside: directory of a checkpoint whose files without weights (configuration, tokenizer) are
-            copied into ``path``.
+            copied into ``path``. The copied configuration names the dtype of ``tensors``.
         shard_bytes: maximum size of a file with several tensors.
         on_bytes: called with the number of bytes written so far and the total number of bytes.
     """
@@ -262,6 +264,7 @@ def write_checkpoint(
         for file in () if beside is None else sorted(beside.iterdir()):
             if file.is_file() and not file.name.endswith(_WEIGHTS):
                 shutil.copyfile(file, path / file.name)
+        _set_dtype(path / "config.json", tensors)
         for number, names in enumerate(shards, 1):
             part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             name = f"model{part}.safetensors"
@@ -273,6 +276,27 @@ def write_checkpoint(
             index = {"metadata": {"total_size": total_bytes}, "weight_map": files}
             (path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
         filesystem.sync_contents(path)
+
+
+def _set_dtype(config_file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Let a model's configuration name the dtype of its tensors, if they all have one dtype.
+
+    Otherwise, transformers and vLLM would round float32 tensors to the configuration's bfloat16.
+    """
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if len(dtypes) != 1 or not dtypes <= _MODEL_DTYPES or not config_file.exists():
+        return
+    [dtype] = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    try:
+        config = json.loads(config_file.read_bytes())
+    except ValueError as error:
+        raise InvalidWeightsError(f"{config_file.name} of the model is no JSON: {error}") from error
+    parts = [config, *(config[key] for key in config if key in _PARTS_OF_CONFIG)]
+    for part in parts:
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(part.get(key), str):
+                part[key] = dtype
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:

@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
         "model.safetensors",
         "model.safetensors.index.json",
     ):
-        (path / name).write_text(name)
+        (path / name).write_text("{}")
     (path / "runs").mkdir()
     return path
 
@@ -71,6 +71,24 @@ def test_a_version_is_saved_with_the_other_files_of_its_model(
         with receiver.open(acknowledge=False) as snapshot:
             assert_same(dict(snapshot.tensors), WEIGHTS)
         assert not receiver.record.current.applied
+
+
+def test_the_configuration_names_the_dtype_of_the_saved_tensors(store, model, tmp_path):
+    """`from_pretrained` would round a version in float32 to a configuration's bfloat16."""
+    config = {"dtype": "bfloat16", "hidden_size": 2, "text_config": {"torch_dtype": "bfloat16"}}
+    (model / "config.json").write_text(json.dumps(config))
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float8_e4m3fn), 1):
+            sender.send({"weight": torch.ones(2).to(dtype), "codes": torch.ones(2).int()})
+            receiver.save_pretrained(tmp_path / str(number), model=model)
+            saved = json.loads((tmp_path / str(number) / "config.json").read_text())
+            name = "float32" if dtype is torch.float32 else "bfloat16"
+            assert saved == config | {"dtype": name, "text_config": {"torch_dtype": name}}
+        (model / "config.json").write_text("{")
+        sender.send({"weight": torch.ones(2)})
+        with pytest.raises(dbuffer.InvalidWeightsError, match="of the model is no JSON"):
+            receiver.save_pretrained(tmp_path / "4", model=model)
+        assert not (tmp_path / "4").exists()
 
 
 def test_large_versions_are_saved_in_files_of_a_size_with_an_index(store, tmp_path):
