@@ -9,6 +9,7 @@ the same greedy answers; otherwise the exit code is 1.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -171,4 +172,6 @@ def generate(engine: vllm.LLM, prompts: Answers, temperature: float) -> Answers:
 
 
 if __name__ == "__main__":
+    formatter = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     main()
