@@ -577,12 +577,14 @@ class Follower(Closing):
             # Reserve the version. Otherwise a rank could drop it for a newer version, and prepare
             # the newer version in the pause. If a rank is already preparing a newer version, wait
             # again.
-            try:
-                self._ask("reserve", "keep the version that is ready", update=_update_to(version))
-                break
-            except errors.EngineUpdateError:
-                if not left_s:
+            reserve = RankRequest("reserve", of_draft=self._of_draft, update=_update_to(version))
+            with self._translating("keep the version that is ready"):
+                try:
+                    self._engine.do(reserve)
                     break
+                except errors.EngineUpdateError:  # not an engine's own error: that is no refusal
+                    if not left_s:
+                        break
             time.sleep(min(left_s, TIMING.look_s))
         return version, time.monotonic() - started
 

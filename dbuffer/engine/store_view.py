@@ -160,6 +160,7 @@ class StoreView:
         if newest.id != newest_before or (taken and options.refusal(taken.id)):
             taken = options.choose(newest, store)
             if taken is newest:
+                self._choice = None
                 return taken
             self._choice = newest.id, taken
         # If all ranks have staged a later version, switch to it, even if it left the store.

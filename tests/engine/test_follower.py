@@ -529,6 +529,26 @@ def test_ranks_that_were_let_follow_no_store_follow_again(scene):
         assert scene.engine.serves == (2, "2")
 
 
+def test_an_engine_that_fails_before_its_pause_is_not_paused(scene, monkeypatch):
+    """Only a rank's refusal to keep a version is repeated, and not an error of the engine's own."""
+    with scene.serving() as follower:
+        call, pauses = scene.engine.call, []
+
+        def fail_to_reserve(request: RankRequest) -> Any:
+            if request.call == "reserve":
+                raise RuntimeError("the connection is gone")
+            return call(request)
+
+        monkeypatch.setattr(scene.engine, "call", fail_to_reserve)
+        monkeypatch.setattr(scene.engine, "pause", pauses.append)
+        scene.publish(2)
+        scene.wait_until_staged(2)
+        with pytest.raises(dbuffer.EngineUpdateError, match="the connection is gone"):
+            follower.sync()
+        assert not pauses
+        assert scene.engine.serves == (1, "1")
+
+
 def test_follower_hears_of_one_in_another_process(scene, other_store, monkeypatch):
     monkeypatch.setattr(scene.engine, "close", lambda: None)
     with scene.serving() as first:
