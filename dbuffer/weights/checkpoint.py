@@ -289,13 +289,11 @@ def _set_dtype(config_file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     [dtype] = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     try:
         config = json.loads(config_file.read_bytes())
-    except ValueError as error:
-        raise InvalidWeightsError(f"{config_file.name} of the model is no JSON: {error}") from error
-    parts = [config, *(config[key] for key in config if key in _PARTS_OF_CONFIG)]
-    for part in parts:
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(part.get(key), str):
-                part[key] = dtype
+        parts = [config, *(config.get(key) or {} for key in _PARTS_OF_CONFIG)]
+        for part in parts:
+            part |= {key: dtype for key in ("dtype", "torch_dtype") if part.get(key) is not None}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise InvalidWeightsError(f"{config_file.name} of the model is invalid: {error}") from error
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -76,6 +76,7 @@ def test_a_version_is_saved_with_the_other_files_of_its_model(
 def test_the_configuration_names_the_dtype_of_the_saved_tensors(store, model, tmp_path):
     """`from_pretrained` would round a version in float32 to a configuration's bfloat16."""
     config = {"dtype": "bfloat16", "hidden_size": 2, "text_config": {"torch_dtype": "bfloat16"}}
+    config["audio_config"] = None
     (model / "config.json").write_text(json.dumps(config))
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
         for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float8_e4m3fn), 1):
@@ -84,11 +85,12 @@ def test_the_configuration_names_the_dtype_of_the_saved_tensors(store, model, tm
             saved = json.loads((tmp_path / str(number) / "config.json").read_text())
             name = "float32" if dtype is torch.float32 else "bfloat16"
             assert saved == config | {"dtype": name, "text_config": {"torch_dtype": name}}
-        (model / "config.json").write_text("{")
         sender.send({"weight": torch.ones(2)})
-        with pytest.raises(dbuffer.InvalidWeightsError, match="of the model is no JSON"):
-            receiver.save_pretrained(tmp_path / "4", model=model)
-        assert not (tmp_path / "4").exists()
+        for text in ("{", "[]"):
+            (model / "config.json").write_text(text)
+            with pytest.raises(dbuffer.InvalidWeightsError, match="of the model is invalid"):
+                receiver.save_pretrained(tmp_path / "4", model=model)
+            assert not (tmp_path / "4").exists()
 
 
 def test_large_versions_are_saved_in_files_of_a_size_with_an_index(store, tmp_path):
