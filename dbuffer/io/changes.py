@@ -170,7 +170,7 @@ class DeviceChanges:
         bounds = np.array((start - self.start, end - self.start), np.int32) // width
         inside = slice(*positions.searchsorted(bounds))
         differences = self._differences.wait().numpy().view(WORDS[width])
-        return positions[inside] + np.int64(self.start // width), differences[inside]
+        return positions[inside].astype(np.int64) + self.start // width, differences[inside]
 
 
 def encode_found(
