@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from dbuffer.errors import StoreNotFoundError
+from dbuffer.errors import StoreAccessError, StoreNotFoundError
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import Versioned, encode
 from dbuffer.format.objects import POINTER_OBJECT, BucketVersion
@@ -94,7 +94,7 @@ class OpenBucketVersion(OpenVersion):
 
     def open_delta(self, version: VersionId) -> tuple[Path | str, Descriptor]:
         if self.copies is not None:
-            with contextlib.suppress(StoreNotFoundError):
+            with contextlib.suppress(StoreNotFoundError, StoreAccessError):
                 return self.copies.open_delta(version)
         name = f"{self.name}, delta to {version}"
         with filesystem.os_errors("keep a delta in memory", name):

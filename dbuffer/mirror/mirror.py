@@ -259,7 +259,11 @@ class Mirror(Closing, ProcessBound):
             if not is_awaited and self._is_fit.is_set():
                 logger.exception("the mirror of %s has ended", self._source.name)
         finally:
-            self._end()
+            try:
+                self._end()
+            except Exception as error:
+                self.error = self.error or error
+                logger.exception("the mirror of %s could not be closed", self._source.name)
 
     def _mirror(self) -> None:
         name = self._source.name
