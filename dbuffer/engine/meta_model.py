@@ -286,9 +286,9 @@ def set_loader(tensor: Any, loader: Loader) -> tuple[str, Loader | None]:
 def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str] = ()) -> Any:
     """Build a model on the meta device, where only the buffers named in ``keep`` have data.
 
-    Some constructors read values that they compute (slopes of ALiBi, a threshold), which fails on
-    the meta device. In this case, the model is built again, with data in tensors made of plain
-    numbers. If the second attempt fails too, raise :class:`UnsupportedError`.
+    Some constructors compute a tensor and then read its values (slopes of ALiBi, a threshold). On
+    the meta device this fails, so the model is built again, with data in the tensors that the
+    constructor makes from Python's numbers. If this fails too, raise :class:`UnsupportedError`.
     """
     try:
         with torch.device("meta"):

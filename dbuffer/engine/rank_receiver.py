@@ -328,7 +328,7 @@ class RankReceiver:
         if staged is not None:
             offer = _Offer(staged.version, str(staged.id), None, *self._model.unread(staged))
         elif error is not None:
-            logger.warning("rank %d cannot prepare: %s", self.ranks.rank, str(error))
+            logger.warning("rank %d cannot prepare a version: %s", self.ranks.rank, str(error))
             offer = offer._replace(problem=described(error))
         offers = [_Offer(*answer) for answer in self.ranks.gather(offer, begins=begins)]
         problems = [offer.problem for offer in offers]
@@ -543,9 +543,10 @@ class RankReceiver:
         self.acknowledge()
 
     def _show_engine(self) -> None:
-        """Write the engine's record if the store did not exist when the engine began to follow it.
+        """Write the engine's record, if it was not written when the engine began to follow.
 
-        An update writes the record too, but there is no update if no version fits the model.
+        That fails if the store does not exist yet. Don't leave the record to the first update:
+        there is none while no version fits the model.
         """
         if not self._record.is_open:
             self.acknowledge()

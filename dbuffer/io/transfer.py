@@ -167,7 +167,9 @@ def _read_span(file: int, span: Span, into: FileTensors | Descriptor, path: Path
     else:
         data = memoryview(bytearray(span.end - span.start))
     if filesystem.read_into(file, span.place, data) < data.nbytes:
-        raise StoreCorruptError(f"{part_path(path, span.part)} is shorter than the published file")
+        raise StoreCorruptError(
+            f"{part_path(path, span.part)} is shorter than when it was published"
+        )
     if isinstance(into, Descriptor):
         filesystem.write_at(into.number, span.start, data)
     return data

@@ -32,8 +32,8 @@ has no delta."""
 _BATCH_BYTES = 32 << 20
 
 _PENDING_BYTES = 256 << 20
-"""Size in bytes of changed words that a copy on a device collects in main memory before it encodes
-them. A changed bfloat16 element, which counts as 2 bytes, takes 6 bytes with its place."""
+"""Bytes of changed values that a copy on a device collects in main memory before it encodes them.
+The place of each value takes 4 more bytes, which do not count."""
 
 
 class KeptCopy:

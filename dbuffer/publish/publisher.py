@@ -98,7 +98,7 @@ class SenderOptions:
     """Publish floating-point tensors in this dtype, cast while they are copied. Weights with a
     value that the dtype cannot hold are refused."""
     rename: Rename | None = None
-    """A :class:`NameMap`, a mapping of names, or a function from name to name."""
+    """A :class:`NameMap`; or a mapping or function from a tensor's name to its published name."""
     as_checkpoint: bool = True
     """Publish a transformers module as ``save_pretrained`` would save it. If False, publish the
     module's own names and tensors, with experts fused as transformers fuses them."""

@@ -125,8 +125,9 @@ def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
         problem = str(error)
     raise OptionError(
         f"{source}: invalid rule {fields!r:.200} ({problem:.100}): a rule has one of the fields "
-        "name, prefix, part or pattern, with 'to'; or split or stack, with 'to' and 'dim'; or "
-        "transpose, with 'dims'; or preset. In 'split', 'to' can be a list; 'stack' can be a list"
+        "'name', 'prefix', 'part' or 'pattern', with 'to'; or 'split', with 'to' (which can be a "
+        "list) and 'dim'; or 'stack' (which can be a list), with 'to' and 'dim'; or 'transpose', "
+        "with 'dims'; or 'preset'"
     )
 
 

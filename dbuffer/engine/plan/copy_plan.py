@@ -143,8 +143,8 @@ class Image:
         for change in self._tensors:
             if not change.is_copied():
                 raise UnsupportedError(
-                    f"{self.name}.{change.name} cannot be copied into: its form is not the form "
-                    "after processing, or it shares memory with other tensors"
+                    f"{self.name}.{change.name} cannot be copied into: the engine's processing of "
+                    "loaded weights changes its shape, dtype or strides, or it shares memory"
                 )
         return [(change.live.detach(), change.value) for change in self._tensors]
 

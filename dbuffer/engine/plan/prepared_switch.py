@@ -270,7 +270,7 @@ class PreparedSwitch:
     def mismatches(self, copier: Copier) -> dict[str, str]:
         """Return the model's parameters and images that differ from the result of this switch.
 
-        The result maps the name of the parameter or image to the name of the layer.
+        The result maps the name of each to the name of its layer.
         """
         copies = [(name, copy) for name, copies in self.copies.items() for copy in copies]
         differing: set[str] = set()

@@ -124,8 +124,8 @@ def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
     """Return the mapping file's content, or an empty mapping if the file is missing and not needed.
 
     Wait for a file that is needed. The file is needed if ``VLLM_BRIDGE_CONFIG_PATH`` names it, or
-    if ``config.directory`` is set. Exception: in local mode, a stock vLLM server never writes the
-    file, so a file in ``config.directory`` is not needed.
+    if ``config.directory`` is set. Exception: in local mode, a file in ``config.directory`` is not
+    needed, because a stock vLLM server does not write it.
     """
     path, timeout_s = mapping_path(config.directory), config.timeout_seconds
     is_named = bool(os.environ.get(PATH_VARIABLE))

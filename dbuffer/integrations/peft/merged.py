@@ -41,7 +41,8 @@ def merged_weights(
 
     Raises:
         InvalidWeightsError: peft cannot merge the adapters, the base model is quantized or sharded
-            or has non-tensors in its state, adapters are disabled, or inactive adapters are merged.
+            or has non-tensors in its state, adapters are disabled, or ``merge_adapter()`` has
+            merged an adapter that is not active.
     """
     _check(peft_model)
     stand_ins = {id(tensor): _without_data(tensor) for tensor in own_tensors(peft_model)}

@@ -88,8 +88,8 @@ class CallbackEngine:
         if init_info.local_store is not None or init_info.draft_store is not None:
             raise UnsupportedError(
                 "this engine was made with the arguments of vLLM before 0.25, and cannot keep a "
-                "local_store or follow a draft_store: run `dbuffer mirror`, and give the copy as "
-                "the store"
+                "local_store or follow a draft_store: use a later vLLM; or run `dbuffer mirror`, "
+                "and give its copy as the store"
             )
         self.shutdown()
         self._options = init_info
