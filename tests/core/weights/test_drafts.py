@@ -107,8 +107,8 @@ RESERVED = {"__draft__.a": torch.ones(2)}
     [
         ((RESERVED, None), "reserved for the tensors of a draft"),
         ((ONES, RESERVED), "reserved for the tensors of a draft"),
-        ((iter(ONES.items()), ONES), "an iterator cannot be one"),
-        ((ONES, iter(ONES.items())), "an iterator cannot be one"),
+        ((iter(ONES.items()), ONES), "neither can be an iterator"),
+        ((ONES, iter(ONES.items())), "neither can be an iterator"),
         ((ONES, {}), "no tensor"),
     ],
 )
