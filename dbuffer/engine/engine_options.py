@@ -172,11 +172,11 @@ class EngineOptions:
         """Whether the options make the engine skip some versions."""
         return self.every > 1 or self.when is not None
 
-    def choose(self, newest: Lineage, store: DoubleBuffer | None = None) -> Lineage | None:
+    def choose(self, newest: Lineage, store: DoubleBuffer) -> Lineage | None:
         """Return the newest version that the engine takes from a store, or None if it takes none.
 
         The engine takes a version if the options select it, and no canary refused it. ``newest`` is
-        the store's newest version. Default of ``store``: the store that the ranks read.
+        the store's newest version.
         """
         if not self.skips and self.refusal(newest.id) is None:
             return newest
@@ -185,7 +185,7 @@ class EngineOptions:
             is_due = is_multiple(manifest.version, manifest.metadata, self.every, self.when or {})
             return is_due and self.refusal(manifest.id) is None
 
-        return kept.newest_taken(store or self.buffer_of(self.read_store), takes)
+        return kept.newest_taken(store, takes)
 
     def has(self, served: Lineage, goal: int | VersionId) -> bool:
         """Whether an engine that serves ``served`` has ``goal`` or a later version.

@@ -108,7 +108,7 @@ class RankReceiver:
             pin_memory=rank.device.type == "cuda" and options.staging != "map",
             forked=options.forked,
             version=options.version,
-            choose=options.choose,
+            choose=partial(options.choose, store=options.buffer_of(options.read_store)),
             # If the engine skips versions, or stays on one, do not stage its present version once
             # more: this rank would keep the copy for long, and the sender would wait for it.
             applied=self._id if options.skips or self._version == options.version else None,
