@@ -2,7 +2,7 @@
 """Make dbuffer's environment in .venv, then run something in it.
 
 python3 dev.py demo
-python3 dev.py test   [options of pytest]            (ruff, then all tests, one of which is mypy)
+python3 dev.py test   [options of pytest]            (ruff, then all tests; one runs mypy)
 python3 dev.py sglang [options of pytest]            (only the tests that need SGLang)
 python3 dev.py verl   [options of pytest]            (the tests of verl's integration)
 python3 dev.py megatron [options of pytest]          (the tests of Megatron-Core's models)

@@ -59,7 +59,7 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 
 
 def as_network() -> AbstractContextManager[object]:
-    """Return a ``with`` block in which stores behave as on a network mount."""
+    """Let stores behave as on a network mount during a ``with`` block."""
     return mock.patch.dict("os.environ", {MOUNT_VARIABLE: "network"})
 
 

@@ -33,7 +33,7 @@ class PlanState(enum.Enum):
     MISSING = enum.auto()
     """The next version makes a plan."""
     UNVERIFIED = enum.auto()
-    """The next switch reloads the version, and compares the result with what the plan copies."""
+    """The next switch reloads the version, to verify that the plan's copies give the same."""
     VERIFIED = enum.auto()
     """The copies gave the same result as a reload, so switches copy tensors directly."""
     PAUSED = enum.auto()

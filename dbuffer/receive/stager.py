@@ -74,7 +74,7 @@ class Prepared(Protocol):
     ) -> Prepared:
         """Return a copy of this part, made in ``memories``: device memory and main memory.
 
-        ``copy`` copies the tensors of its second argument into those of its first.
+        ``copy(targets, sources)`` copies each source tensor into the target in the same place.
         """
 
 
