@@ -582,9 +582,12 @@ class Follower(Closing):
                 try:
                     self._engine.do(reserve)
                     break
-                except errors.EngineUpdateError:  # not an engine's own error: that is no refusal
+                except errors.EngineUpdateError as refusal:  # from a rank, not the engine's own
                     if not left_s:
-                        break
+                        raise errors.WaitTimeoutError(
+                            f"version {version.number} of {view.options.store} was replaced by a "
+                            f"newer version, which was not ready within {timeout_s:g} s: {refusal}"
+                        ) from refusal
             time.sleep(min(left_s, TIMING.look_s))
         return version, time.monotonic() - started
 

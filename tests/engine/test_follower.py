@@ -549,6 +549,25 @@ def test_an_engine_that_fails_before_its_pause_is_not_paused(scene, monkeypatch)
         assert scene.engine.serves == (1, "1")
 
 
+def test_engine_is_not_paused_for_a_version_that_a_rank_no_longer_has_ready(scene, monkeypatch):
+    with scene.serving() as follower:
+        call, pauses = scene.engine.call, []
+
+        def refuse_to_reserve(request: RankRequest) -> Any:
+            if request.call == "reserve":
+                return [dbuffer.EngineUpdateError("rank 0 is staging a newer version")]
+            return call(request)
+
+        monkeypatch.setattr(scene.engine, "call", refuse_to_reserve)
+        monkeypatch.setattr(scene.engine, "pause", pauses.append)
+        scene.publish(2)
+        scene.wait_until_staged(2)
+        with pytest.raises(dbuffer.WaitTimeoutError, match="rank 0 is staging a newer version"):
+            follower.sync(timeout_s=0.0)
+        assert not pauses
+        assert scene.engine.serves == (1, "1")
+
+
 def test_follower_hears_of_one_in_another_process(scene, other_store, monkeypatch):
     monkeypatch.setattr(scene.engine, "close", lambda: None)
     with scene.serving() as first:
