@@ -250,7 +250,7 @@ ENDPOINT_ATTR = "_dbuffer_endpoint"
 """Attribute of a model that holds its :class:`RankEndpoint`."""
 
 WEIGHTS = "weights"
-"""Name of the weights, in vLLM and SGLang too, among the parts of an engine that can sleep."""
+"""Name of the weights among the parts of an engine that can sleep, as in vLLM and SGLang."""
 
 ASLEEP = (
     "the engine's weights are asleep, and their memory may be gone: wake it up first (its weights "

@@ -94,8 +94,8 @@ class EngineOptions:
     on the device.
 
     ``"auto"`` without a GPU: on a network mount, copy; on a local mount, map the file. With a GPU:
-    the same until dbuffer knows whether direct copies can replace the engine's reload. Then copy as
-    much into the GPU's memory as is free beside the engine, and the rest into main memory.
+    the same at first. Once dbuffer has verified that direct copies can replace the engine's reload,
+    copy as much into the GPU's memory as is free beside the engine, and the rest into main memory.
     """
     verify: bool | Literal["auto"] = "auto"
     """Check every tensor against its published checksum. ``"auto"``: on network mounts."""

@@ -36,12 +36,13 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A model on the meta device that counts the elements which loaders write into its tensors.
 
     Args:
-        model: the copy, made on the meta device.
-        embedding: class of embeddings and heads, which are padded to a round number of rows.
-            Checkpoints lack the padding, so padded rows count as written; loaders check the rest.
+        model: copy of an engine's model, made on the meta device.
+        embedding: class of embeddings and heads. Engines pad these layers to a round number of
+            rows, and checkpoints lack the padding. So such a layer counts as complete once any of
+            its elements are written: its loader itself checks the number of rows.
         default_loader: loader for tensors without a ``weight_loader``.
-        tp_size: number of ranks that may each load a part of a tensor. For a single tensor, a
-            subclass can give another number (:meth:`num_shares`).
+        tp_size: number of ranks among which a tensor may be split. For a single tensor, a subclass
+            can give another number (:meth:`num_shares`).
         serving: the model that serves, or None. The copy's parameters are tied as in this model. A
             version is refused if loading it registers other parameters than this model has.
     """

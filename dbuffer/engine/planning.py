@@ -19,12 +19,12 @@ from dbuffer.runtime.messages import listed
 logger = logging.getLogger(__name__)
 
 MAX_VERIFICATIONS = 4
-"""Number of verifications of a layout's plans, with few copied versions between them, before
-planning pauses. An engine's pause with a verification lasts two reloads, instead of one."""
+"""Number of verifications of a layout's plans before planning pauses, if few versions are loaded by
+copies between them. With a verification, an engine's pause lasts two reloads instead of one."""
 
 _NUM_SKIPPED = 16
-"""Number of versions of a layout to reload while planning pauses. If a verified plan copies as many
-versions, its verification was worth its cost, and verifications are counted anew."""
+"""Number of versions to reload before planning is resumed after a pause. A verified plan that loads
+as many versions by copies was worth its verification, so verifications are then counted anew."""
 
 
 class PlanState(enum.Enum):
@@ -146,7 +146,7 @@ class Planning:
             self.num_verifications = 0
 
     def begin_version(self) -> None:
-        """Count a version, before it is prepared. The last version of a pause ends the pause."""
+        """Count a version, before it is prepared. After enough versions, planning is resumed."""
         if self.state is PlanState.PAUSED:
             self._num_skipped -= 1
             if not self._num_skipped:

@@ -379,7 +379,7 @@ class RankReceiver:
         fails too, or the previous weights are unknown, load ``staged`` once more; if that works,
         return ``staged`` and raise nothing.
         """
-        attempts = [failure, "the weights before were not of this store"]
+        attempts = [failure, "the engine's earlier weights are not a version of this store"]
         if not self._state.must_reload:
             before = self._applied
             goal = "the checkpoint" if before is None else describe_weights(before)

@@ -341,10 +341,11 @@ class StoreView:
             )
 
     def _has_lost(self, version: VersionId, newest: Lineage | None) -> bool:
-        """Whether the store lost ``version``, so that waiting for it is in vain.
+        """Whether ``version`` is lost, so that waiting for it is in vain.
 
-        That is: neither ``newest`` nor the newest version in the sender's store descends from it.
-        Return False if one of these two versions cannot be read now.
+        A version is lost if neither ``newest`` nor the newest version of the sender's store
+        descends from it (the engine may read a local mirror of that store). Return False if one of
+        the two newest versions cannot be read now.
         """
         if newest is None or newest.reaches(version):
             return False

@@ -198,7 +198,9 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         if self.anchor is None and self.anchor_buffer is not None:  # a bucket has no buffers
             raise StoreCorruptError(f"{self.NAME}: it has an anchor_buffer, but no anchor")
         if self.anchor is not None and self.anchor not in chain[:-1]:
-            raise StoreCorruptError(f"{self.NAME}: its anchor is no earlier version in its chain")
+            raise StoreCorruptError(
+                f"{self.NAME}: its anchor is not one of the earlier versions in its chain"
+            )
         if self.state == "complete" and chain and chain[-1] != self.id:
             raise StoreCorruptError(f"{self.NAME}: its chain of deltas leads to another version")
 

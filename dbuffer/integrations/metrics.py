@@ -49,7 +49,10 @@ def register(source: Source, registry: CollectorRegistry = REGISTRY) -> Collecto
     try:
         registry.register(collector)
     except ValueError:  # the registry already has metrics with these names
-        rule = "a registry per sender or mirror, or first unregister the collector of the other one"
+        rule = (
+            "a registry without metrics of another sender or mirror: make a registry for each, or "
+            "unregister the earlier collector first"
+        )
         options.refuse("registry", registry, rule)
     return collector
 

@@ -157,7 +157,9 @@ class Deltas:
         """
         world, self._version = self._world, version
         if self._why_none is None and self._part is not part:
-            self.forget("it has other tensors than the last version, or other ranks hold them")
+            self.forget(
+                "its tensors are not those of the last version, or are on other ranks than before"
+            )
         if self._why_none is not None:
             self._explain(self._why_none)
         # Until `keep` is called, count the last version as gone: any step before may fail.

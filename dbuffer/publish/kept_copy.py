@@ -58,14 +58,17 @@ class KeptCopy:
 
     @cached_property
     def contents(self) -> FileTensors:
-        """Tensors of the copy, whose memory is allocated at the first use.
+        """Tensors of the copy, whose memory is allocated at the first use, in `write`.
 
-        That is in `write`, a step that all ranks take: if one has no room, all raise.
+        All ranks call `write` in one step, so if a rank has too little memory, all ranks raise.
         """
         return FileTensors.in_memory(self.part.layout, self.device)
 
     def take_changes(self) -> Changes:
-        """Return the changes since the last call, or only some if they are too many for a delta."""
+        """Return the changes since the last call.
+
+        If the changes are too large for a delta, return only some, which are larger already.
+        """
         self._encode()
         changes, self._changes = Changes.joined(self._changes or ()), []
         has_all = changes.num_bytes <= self._max_bytes

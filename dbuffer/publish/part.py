@@ -167,10 +167,11 @@ def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether rectangular parts ("boxes") cover a tensor and do not overlap.
 
     torch describes a shard of a dimension only by its first index and its length, even if the
-    shard's indices have gaps. Shards with gaps fail this check. Proof: suppose that the ranges made
-    from these numbers tile the dimension. Only the first shard can hold the indices in its range,
-    because all other shards begin after the range. The range has as many indices as the shard, so
-    the shard holds no other index, and has no gap. The same follows for each later shard in order.
+    shard's indices have gaps. Shards with gaps fail this check. Proof: all shards together hold
+    every index of the dimension. Suppose that the ranges from first index to first index plus
+    length tile the dimension. Only the first shard can hold the indices of its range, because all
+    other shards begin after it. The shard has as many indices as its range, so it holds no others,
+    and has no gap. Then the same is true of the second shard, and of each later one.
     """
     num_boxes = 1
     for dimension, extent in enumerate(shape):
@@ -311,8 +312,8 @@ class Part:
         self.layout = layout
         """Layout of this rank's file or copy. Each part ("box") of a tensor is one tensor there."""
         self.file_starts: Sequence[int] = layout.offsets
-        """Offset of each part ("box") of a tensor in the data of all ranks. Valid only if each box
-        is contiguous in its tensor."""
+        """Offset of each box in the version's weights file. Valid only if each box is contiguous in
+        its tensor."""
         self.gathered: tuple[tuple[int, int], ...] = ()
         specs = layout.specs
         if assignment is None:

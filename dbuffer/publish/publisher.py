@@ -295,7 +295,7 @@ class Publisher(Closing, ProcessBound):
             with world.step("wait for receivers"):
                 if world.rank == 0:
                     if checks.seconds("timeout_s", timeout_s) >= world.timeout_s:
-                        limit = f"rank_timeout_s + reader_timeout_s, {world.timeout_s:g} s here"
+                        limit = f"{world.timeout_s:g} s (rank_timeout_s + reader_timeout_s)"
                         checks.refuse("timeout_s", timeout_s, f"less than {limit}")
                     wait_applied(self._writer, version, receivers, timeout_s)
 

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _COPIED_BYTES = 1 << 16
-"""Largest tensor, in bytes, that is copied before a publish continues in another thread."""
+"""Size in bytes up to which ``send(wait=False)`` copies a tensor before it returns, so that a
+trainer can modify its small tensors at once."""
 
 
 class WeightSender(Publisher):
@@ -308,7 +309,10 @@ class WeightSender(Publisher):
         """
         steps = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(steps, torch.optim.Optimizer):
-            rule = "a torch.optim.Optimizer, or call wait() of what send returned before each step"
+            rule = (
+                "a torch.optim.Optimizer. For another class, call wait() on each result of send() "
+                "before the optimizer's next step"
+            )
             options.refuse("optimizer", type(optimizer), rule)
         return steps.register_step_pre_hook(lambda *_: self._settle())
 

@@ -46,20 +46,20 @@ DEVICE_RESERVE_BYTES = 1 << 30
 
 
 class Prepared(Protocol):
-    """Part of a version, converted to the form that an engine loads."""
+    """Weights of a version, or a rank's part of them, in the form that an engine loads."""
 
     @property
     def replaces_tensors(self) -> bool:
-        """Whether the engine loads only this converted part, and not the version's tensors."""
+        """Whether the engine loads only these weights, and not the version's tensors."""
 
     @property
     def num_bytes(self) -> int: ...
 
     def leave_device(self) -> None:
-        """Free the memory on the engine's device that loading this part does not need."""
+        """Free memory on the engine's device that speeds up loading, and is not needed for it."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        """Return this part as made from ``tensors``, which are copies of the tensors it reads."""
+        """Return equal weights that read from ``tensors``, copies of the tensors read until now."""
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
         """Return how many bytes to stage on the device, and how many in main memory.
@@ -72,9 +72,10 @@ class Prepared(Protocol):
         memories: tuple[torch.Tensor, torch.Tensor],
         copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
     ) -> Prepared:
-        """Return a copy of this part, made in ``memories``: device memory and main memory.
+        """Return a copy of these weights, made in ``memories``: device memory and main memory.
 
-        ``copy(targets, sources)`` copies each source tensor into the target in the same place.
+        The sizes of the memories are those that :meth:`staging_bytes` returned. Call
+        ``copy(targets, sources)`` to copy each source tensor into the target with the same index.
         """
 
 
@@ -317,7 +318,7 @@ class Stager(ProcessBound):
         self._applied = applied
         """Version that the engine has. Only versions after this version are staged."""
         self._skipped: VersionId | None = None
-        """Newest version seen, if there is no version to stage until a newer one is published."""
+        """Newest version seen, if it was skipped: nothing is staged before a newer version."""
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
         receiver.record.count(device_bytes=0, memory_bytes=0)
         receiver.record.write()

@@ -140,7 +140,10 @@ def directory_or_bucket(name: str, value: Any) -> Path | str:
     if not value.startswith(f"{parts.scheme}://") or not parts.netloc:
         refuse(name, value, rule)
     if set("?#") & set(value):  # a parser cuts them off: two stores would share a path
-        rule = "a URL without ? and # (%3F and %23 in a name; options are in the environment)"
+        rule = (
+            "a URL without ? and # (write %3F and %23 in a name, and set options of the service by "
+            "environment variables)"
+        )
         refuse(name, value, rule)
     return value.rstrip("/")
 

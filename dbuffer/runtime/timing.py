@@ -36,8 +36,8 @@ class Timing:
     heartbeat_s: float = 15.0
     """Interval at which a receiver on a network mount touches its record."""
     last_word_s: float = 1.0
-    """Time to wait for the last acknowledgement of a receiver whose process has ended, or for a
-    receiver that reported a problem with the store to read the store again."""
+    """Time to wait for the last acknowledgement of a receiver whose process has ended, and for the
+    next attempt of a receiver that reported a problem with the store."""
     forget_receivers_after_s: float = 7 * 24 * 3600.0
     """Age, since its last change, at which the record of an ended receiver is removed. This age
     holds for ids that users chose, if no later record has the id."""

@@ -610,7 +610,7 @@ class Descriptor(Closing, ProcessBound):
 
     @classmethod
     def open(cls, path: Path | str, flags: int) -> Descriptor:
-        """Open a file that no forked child keeps open. ``flags`` are the flags of `os.open`."""
+        """Open a file so that child processes do not inherit it. ``flags``: those of `os.open`."""
         for num_retries in itertools.count():
             before = _fork_moment
             file = cls(os.open(path, flags | os.O_CLOEXEC, 0o600))

@@ -152,7 +152,7 @@ class Retention:
                 }
         self._reasons = self._find_reasons(files, named)
         self._remove_unneeded(files, manifests)
-        logger.debug("%s: files that stay: %s", self.store.root, self._reasons)
+        logger.debug("%s: files kept, with reasons: %s", self.store.root, self._reasons)
         for buffer in directories.keys() - kept_versions.keys():
             if not any(file.parent == directories[buffer] for file in self._reasons):
                 shutil.rmtree(directories[buffer], ignore_errors=True)
@@ -284,13 +284,13 @@ class Retention:
         return reasons
 
     def _ages_s(self, files: dict[Path, list[Path]], unknown: Set[Path]) -> dict[Path, float]:
-        """Return for how long, at least, no manifest has named each of a dead writer's files.
+        """Return lower bounds of the times since manifests last named files of a dead writer.
 
-        This time is the age of the newer one of the manifests of A and B. In a store without
-        deltas, it is the age of the next file in the same buffer, if that is older: a buffer's
-        manifest stops naming a file before the buffer's next file is made. All times are by the
-        filesystem's clock. The time since this writer's start would be too short: a writer such as
-        `dbuffer publish` lives only for a moment.
+        Manifests may have named a file until the newer one of the manifests of A and B was written.
+        In a store without deltas, they have not named it since the buffer's next file was made,
+        because a buffer's manifest stops naming a file before that; use the older of the two times.
+        All times are by the filesystem's clock. The time since this writer's start would be too
+        short a bound: a writer such as `dbuffer publish` lives only for a moment.
         """
         if not (unknown and self.store.medium.reaches_other_hosts):
             return {}

@@ -91,7 +91,7 @@ def at_call(
 
 
 def _place(frame: FrameType) -> Hashable:
-    """Return the place of a call: the path that it uses, and the code that makes the call."""
+    """Return the file path that a call uses, and the lines of code that led to the call."""
     path = frame.f_locals.get("path", frame.f_locals.get("self"))
     stack: list[Hashable] = [path if isinstance(path, Path) else None]
     caller: FrameType | None = frame

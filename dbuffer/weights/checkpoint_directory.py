@@ -143,7 +143,10 @@ def send_saved(
 
 
 def order_of(metadata: Mapping[str, Any]) -> Order:
-    """Return a version's sort key, from its metadata. Versions without a checkpoint sort first."""
+    """Return the sort key of a version that was published from a checkpoint: time saved, and step.
+
+    Both are in the version's metadata. A version from another source gets the lowest key.
+    """
     saved_at, step = metadata.get(SAVED_AT), metadata.get("step")
     if not isinstance(saved_at, float):
         return 0.0, -1
@@ -156,8 +159,8 @@ def _settled(
     """Return checkpoints after ``last`` that have stopped changing, in the order of their saves.
 
     A checkpoint is returned once, and again after each later change. The second result is a mapping
-    for the next call's ``before``. It has the time of the last change of each checkpoint after
-    ``last``, or infinity if a call has returned the checkpoint since.
+    for the next call's ``before``. It maps each checkpoint after ``last`` to the time of its last
+    change, or to infinity if a call has returned the checkpoint after that change.
     """
     now = time.monotonic()
     settled, changes = [], {}

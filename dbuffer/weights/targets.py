@@ -52,8 +52,8 @@ class Match:
 
     targets: list[torch.Tensor]
     aliases: list[tuple[torch.Tensor, int]]
-    """Tensors of the target under further names of tied tensors of the layout, each with the index
-    of the published tensor to load into it."""
+    """Further tensors of the target, for the aliases of tied tensors in the layout. Each comes with
+    the index of the published tensor to load into it."""
     ties: list[tuple[NamedIndex, NamedIndex]] = field(default_factory=list)
     """Pairs of published tensors (name, index in the layout) that the target has as one tensor."""
 

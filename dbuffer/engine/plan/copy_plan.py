@@ -149,10 +149,10 @@ class Image:
         return [(change.live.detach(), change.value) for change in self._tensors]
 
     def matches(self) -> bool:
-        """Whether the layer's tensors equal the shadow's, and its attributes have the same effect.
+        """Whether the layer has the tensors of this image, and its attributes have the same effect.
 
-        If the attributes' values cannot be compared, compare the layer's outputs with the old and
-        the new attributes.
+        If the attributes' values cannot be compared, compare the layer's outputs with its own
+        attributes and with the image's.
         """
         if not all(same_bytes(*copy) for copy in self.copies()):
             return False

@@ -84,8 +84,8 @@ _NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights", "_is_i
 """Attributes that only loading uses, and no computation reads."""
 
 _RANGE = (0.25, 0.75)
-"""Range of the numbers in stand-ins, the tensors loaded first. All numbers have roots and
-inverses."""
+"""Range of the numbers that a verification loads first, in place of a version's. Engines may take
+roots or inverses of weights, and all of these numbers have both."""
 
 _MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 
@@ -278,9 +278,10 @@ class Verifier:
     def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch:
         """Return where a model that was just reloaded differs from the result of a switch.
 
-        ``before``: fingerprint of the model before this reload. By then, the layers that the switch
-        copies had other values than the version's, so that a layer that the reload did not write
-        shows. The layers that the switch leaves to a reload had the version's values already.
+        ``before``: fingerprint of the model before this reload. At that time, the layers that the
+        switch copies had other values than the version's. So if the reload does not write one of
+        these layers, the layer differs from the switch's result. The layers that the switch leaves
+        to a reload had the version's values already.
         """
         mismatch: dict[str, str] = {}
         for place in before.changes_to(self._fingerprint(switch)):

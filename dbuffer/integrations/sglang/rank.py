@@ -114,7 +114,10 @@ def watch_scheduler() -> None:
     ]
     for owner, name, around in functions:
         if not watch(owner, name, around):
-            message = "this SGLang has no %s, so dbuffer cannot detect calls of its replacement"
+            message = (
+                "this SGLang has no function %s: if it has another one for the same purpose, "
+                "dbuffer does not notice when other code loads or releases weights by that function"
+            )
             log_once(logger, message, name)
 
 

@@ -187,7 +187,9 @@ class ServerEngine(_Sglang, EngineServer):
     """``Engine`` of an SGLang server; see :class:`~dbuffer.engine.server.EngineServer`."""
 
     IS_WHAT = "SGLang"
-    WITHOUT_ROUTE = "it is not an SGLang server, or an old one; dbuffer is tested with 0.5.23"
+    WITHOUT_ROUTE = (
+        "it is no SGLang server, or its SGLang is too old (dbuffer is tested with 0.5.23)"
+    )
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         EngineServer.__init__(self, url, api_key=api_key)

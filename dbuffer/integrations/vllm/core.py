@@ -139,7 +139,7 @@ def _drop_label(core: Any) -> None:
 
 
 def tell_labels(request_state: Any) -> None:
-    """Make outputs of vLLM's front end carry decoded labels.
+    """Decode the labels of versions that vLLM's front end puts into its outputs.
 
     ``request_state`` is vLLM's class ``RequestState``, which makes the outputs.
     """
@@ -372,6 +372,6 @@ def _defer(hold: _Hold, pause: Callable[[], Any]) -> Future[Any]:
 def _drop_deferred(hold: _Hold, _resume: Callable[[], Any]) -> None:
     hold.other_pause = None
     ended, hold.deferred = hold.deferred, []
-    error = RuntimeError("resumed before this pause began")
+    error = RuntimeError("the engine was resumed before this request to pause it took effect")
     for _, result in ended:
         _pass_on(functools.partial(_raise, error), result)

@@ -34,7 +34,7 @@ from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.messages import described
 
-_NEXT = "get the first rank's order"
+_NEXT = "receive the next call from the first rank"
 
 
 class LaunchedFollower(Closing):

@@ -202,7 +202,10 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _expert_maps_with_data() -> Iterator[None]:
-    """Let vLLM create its maps from experts to ranks with data: weight loaders read the maps."""
+    """Let vLLM create maps of experts on the CPU, since loaders read which rank has an expert.
+
+    All other tensors of the model are created on the meta device, without data.
+    """
     make = ExpertMapManager.__init__
 
     def make_with_data(*args: Any, **kwargs: Any) -> None:
@@ -246,8 +249,8 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         after which vLLM finishes the layer."""
         self._loaded_of_layer: dict[str, int] = {}
         self._num_shares: dict[int, int] = {}
-        """Key: id of a tensor of experts. Value: number of ranks in all replicas that share the
-        tensor."""
+        """Number of ranks, in all replicas together, that each load a part of a tensor of experts.
+        The key is the tensor's id."""
         self._optional: set[int] = set()
         for prefix, module in model.named_modules():
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

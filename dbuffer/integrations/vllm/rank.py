@@ -209,7 +209,7 @@ class WorkerRank(EngineRank):
             reload_as(layer, self._infos[name])
 
     def _replacements(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield names and layers that have replaced layers since `_note_targets`."""
+        """Yield the names and objects of layers that other code replaced after `_note_targets`."""
         for name, layer in self.module.named_modules():
             if name in self._infos and get_layerwise_info(layer) is not self._infos[name]:
                 yield name, layer

@@ -20,14 +20,14 @@ from dbuffer.tools.doctor.probes import Finding, Outcome, find
 NAME = ".dbuffer-doctor"
 
 _RECORD, _VERSION = f"{RECEIVERS_PREFIX}/{NAME}", f"{VERSIONS_PREFIX}/{NAME}"
-_AT_BOTH_ENDS = "needed at both ends"
-_AT_TRAINER = "needed at the trainer's end"
+_AT_BOTH_ENDS = "needed by the trainer's mirror and by the engines' mirrors"
+_AT_TRAINER = "needed by the trainer's mirror"
 _MAX_SKEW_S = 900.0
 """Difference of clocks above which S3 refuses requests."""
 
 
 def examine_bucket(url: str) -> list[Finding]:
-    """Test the rights and features of a bucket that mirrors need, at the trainer and at engines."""
+    """Test whether a bucket, and the rights to it, allow what mirrors at both ends do with it."""
     with Bucket(url) as bucket:
         probes = _Probes(bucket)
         return [
@@ -174,4 +174,4 @@ class _Probes:
 
 
 def _untested() -> Outcome:
-    return "unknown", "not tested: this host may not put the object", ""
+    return "unknown", "not tested: this host has no right to write the test's object", ""

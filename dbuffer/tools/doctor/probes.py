@@ -177,7 +177,7 @@ def _trust(path: Path, base: Path) -> Outcome:
         if is_store or others_can_rename:
             return "broken", result, f"refused: {error}"
         return "adapted", result, "not a store; a sender makes a store inside it, with mode 0700"
-    return "good", f"{result}, the current user", "a sender can use it"
+    return "good", f"{result}, the current user", "a sender can use the directory"
 
 
 def _locks(medium: Medium, base: Path) -> Outcome:
@@ -195,7 +195,7 @@ def _locks(medium: Medium, base: Path) -> Outcome:
             return "adapted", "the mount has no locks", f"readers need no locks; {second_sender}"
         if filesystem.try_lock(second_file.number, exclusive=True):
             result = "two open files can hold the same exclusive lock"
-            return "adapted", result, f"readers read the manifest twice; {second_sender}"
+            return "adapted", result, f"readers check manifests instead; {second_sender}"
     result = "a lock excludes other locks"
     if medium.reaches_other_hosts:
         return "good", result, "a second sender on this host is refused; readers need no locks"
