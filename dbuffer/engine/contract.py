@@ -60,8 +60,8 @@ class WeightLabel:
     newest_run: str | None = None
     """Run (start of the sender) of the version that the engine prepares, if it is not ``run``."""
     attested_at: float | None = None
-    """Time, in seconds since the epoch, at which a comparison had shown that the engine's weights
-    equal the published version. None before that."""
+    """Time, in seconds since the epoch, of the comparison that found the engine's weights equal to
+    the published version, or None if there was no such comparison yet."""
 
     @classmethod
     def of(
@@ -117,7 +117,7 @@ class WeightLabel:
 def describe_weights(version: Lineage | None) -> str:
     """Return a phrase for messages, such as "version 3". Pass None for weights of no version."""
     if version is None:
-        return "weights from outside the store (its checkpoint, or another load)"
+        return "weights from outside the store (the engine's checkpoint, or another load)"
     return f"version {version.id.number}"
 
 

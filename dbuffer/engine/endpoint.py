@@ -63,7 +63,7 @@ class RankEndpoint:
         self.state = ModelState()
         self._rank: EngineRank | None = None
         self._draft: RankEndpoint | None = None
-        """Endpoint of the draft model, once it was to follow a store of its own."""
+        """Endpoint of the draft model, or None if the draft never followed a store of its own."""
 
     @classmethod
     def of(cls, model: Any) -> RankEndpoint:

@@ -46,8 +46,12 @@ _CANARY_RULE = (
     "prompts are all texts, or all lists of token ids; or, as an argument of `follow`, a function "
     "that judges an engine"
 )
-_RUN_RULE = "16 hexadecimal digits, as dbuffer status shows them, with version or at_least"
-_WHEN_RULE = f'numbers from 1 to {MAX_NUMBER} by keys of the metadata, as {{"step": 100}}'
+_RUN_RULE = (
+    "16 hexadecimal digits, as dbuffer status shows them, and needs the option version or at_least"
+)
+_WHEN_RULE = (
+    f'an object such as {{"step": 100}}: keys of the metadata, with numbers from 1 to {MAX_NUMBER}'
+)
 
 Number = Annotated[Positive, Meta(description=f"a whole number from 1 to {MAX_NUMBER}")]
 _EngineId = Annotated[
@@ -128,8 +132,8 @@ class EngineOptions:
     log-probability of the prompts' tokens with this minimum. With True, the program that calls
     ``follow`` passes the canary as a function."""
     instance_id: Annotated[str, Meta(min_length=1, description="a text, not empty")] | None = None
-    """Id of this start of the engine, set by the follower. Default: the worker's id of the engine,
-    which vLLM changes in some processes after the start."""
+    """Id of this start of the engine, set by the follower. Default: vLLM's id of the engine, as the
+    worker knows it. vLLM changes its id in some processes after the start."""
 
     def __post_init__(self) -> None:
         for name in ("store", "local_store", "draft_store"):
@@ -147,7 +151,7 @@ class EngineOptions:
         is_judged = self.canary is None or self.canary is True or _is_prompt_canary(self.canary)
         _require(self, "canary", is_judged, _CANARY_RULE)
         if self.version is not None:
-            rule = "the option without local_store, which has only the newest version"
+            rule = "set without local_store: a local store has only the newest version"
             _require(self, "version", self.local_store is None, rule)
             defaults = {"every": 1, "when": None, "until_done": False, "canary": None}
             for name, default in defaults.items():
@@ -298,8 +302,8 @@ class UpdateRequest:
     """Number of the oldest version to switch to. If all ranks have a later version ready, the
     engine switches to the later version."""
     run: Annotated[Token, Meta(description=_RUN_RULE)] | None = None
-    """Run (start of a sender) of the version. Default: the run of the version with this number that
-    led to the store's newest version."""
+    """Run (start of a sender) of the version. Default: of all runs with a version of this number,
+    the run that led to the store's newest version."""
     update_kind: Literal["dense", "sparse_flat"] = "dense"
     """Kind of the update in vLLM's terms. The value has no effect."""
     attempt: Annotated[Token, Meta(description="16 hexadecimal digits")] | None = None

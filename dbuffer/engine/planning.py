@@ -31,7 +31,7 @@ class PlanState(enum.Enum):
     """State of a layout's plan. In all states but `VERIFIED`, switches use the engine's reload."""
 
     MISSING = enum.auto()
-    """The next version makes a plan."""
+    """A plan is made with the next version."""
     UNVERIFIED = enum.auto()
     """The next switch reloads the version, to verify that the plan's copies give the same."""
     VERIFIED = enum.auto()
@@ -110,10 +110,9 @@ class Planning:
             self.drop()
 
     def verify_again(self) -> None:
-        """Verify the plan again, unless it was verified for all values of published tensors.
+        """Verify the plan again, unless its verification is valid for all values of tensors.
 
-        A verification is valid only for the values that the tensors in ``verified_for`` had then.
-        These values may have changed.
+        The plan's ``verified_for`` has the tensors of which the verification tried a single value.
         """
         with self._lock:
             if self.plan is not None and self.plan.verified_for:

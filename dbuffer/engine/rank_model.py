@@ -272,8 +272,8 @@ class RankModel:
     def _add_patches(self, switch: PreparedSwitch, snapshot: Snapshot) -> None:
         """Let a switch write only changed elements (patches) instead of whole tensors.
 
-        Do so only if attestation found that the model has the version that was loaded last, and
-        if deltas lead from that version to the snapshot's.
+        Do so only if the model was compared with the version that was loaded last and equals it,
+        and if deltas lead from that version to the snapshot's.
         """
         if not self._may_patch or self._loaded is None:
             return

@@ -457,7 +457,7 @@ class RankReceiver:
         return self._id is not None and self._stager.compared == self._id
 
     def _note_unattested(self) -> None:
-        """Clear the result of comparing earlier weights, because new weights were loaded."""
+        """Clear the result of the last attestation, because new weights were loaded."""
         self._stager.compared = None
         self._record.set(attested_at=None, is_attestable=self._attests)
 
@@ -470,7 +470,7 @@ class RankReceiver:
             self.options.store,
             differing,
         )
-        self.note_foreign_load("they were compared with it")
+        self.note_foreign_load("an attestation that found other weights")
 
     def note_foreign_load(self, cause: str) -> None:
         if self._version is not None:
@@ -520,9 +520,9 @@ class RankReceiver:
         return self._record.current if self.ranks.rank == 0 else None
 
     def accept(self) -> None:
-        """Mark the version that the engine has as accepted by the canary.
+        """Note in the engine's record that the canary has accepted the engine's version.
 
-        :meth:`acknowledge` then writes the engine's record.
+        Call :meth:`acknowledge` to write the record.
         """
         self._is_on_trial = False
         self._set_record()
@@ -545,8 +545,8 @@ class RankReceiver:
     def _show_engine(self) -> None:
         """Write the engine's record, if it was not written when the engine began to follow.
 
-        That fails if the store does not exist yet. Don't leave the record to the first update:
-        there is none while no version fits the model.
+        At that time, the store may not have existed yet. Don't wait for the first update: if no
+        version fits the model, there is no update, and senders must see why.
         """
         if not self._record.is_open:
             self.acknowledge()

@@ -108,10 +108,11 @@ class StoreView:
     ) -> int | VersionId | None:
         """Return the version to switch to, or None if the engine is to keep its version.
 
-        The version to switch to is the newest that the engine does not skip, or ``at_least`` if
-        that is above. With the option ``version``, it is only that version. With ``until_done``,
-        the engine keeps its version, unless the store has forked or ``at_least`` is above it.
-        Raise an error if the version of the option ``version`` is gone, or if the mirror has ended.
+        Without options, the version to switch to is the newest that the engine does not skip, or
+        the version ``at_least`` if its number is higher. The option ``version`` allows only that
+        version. With the option ``until_done``, the engine keeps its version, unless the store has
+        forked, or ``at_least`` is above the engine's version. Raise an error if the version of the
+        option ``version`` is gone, or if the mirror has ended.
         """
         if self._mirror is not None and (error := self._mirror.error) is not None:
             raise errors.EngineUpdateError(

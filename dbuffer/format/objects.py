@@ -85,7 +85,7 @@ class BucketVersion(Record, frozen=True, kw_only=True):
 
     @property
     def deltas(self) -> dict[VersionId, FileObject]:
-        """Delta files of the newest version, keyed by the version that each delta leads to."""
+        """Delta files of the version's chain, keyed by the version that each delta leads to."""
         return dict(zip(self.manifest.chain[1:], self.files[1:], strict=True))
 
 

@@ -265,9 +265,9 @@ def _join(group: list[_Found]) -> _Found:
 def _compare(old: Words, new: Words) -> _Found:
     """Return the positions of the words that differ, and for each word its new minus its old value.
 
-    Few words differ, so eight bytes are looked at together, and then the results for four times
-    eight bytes. The length of a range is a multiple of both, because it is one of
-    `ALIGNMENT_BYTES`.
+    Few words differ. So look for a difference in groups of 32 bytes, then in the 8-byte parts of
+    the groups that differ, then in their words. The length of both arrays is a multiple of 32
+    bytes, because it is a multiple of `ALIGNMENT_BYTES`.
     """
     differences = new - old
     eights = differences.view(np.uint64)

@@ -163,9 +163,10 @@ class KeptMappings:
         self._mapped: dict[Path, MappedTensors] = {}
 
     def get(self, path: Path, file: int) -> MappedTensors | None:
-        """Return the mapping of an open file, or None if it is not mapped yet.
+        """Return the mapping of an open file.
 
-        With None, this method has unmapped the buffer's earlier files and all removed files.
+        If the file is not mapped yet, unmap the buffer's earlier files and all removed files, and
+        return None.
         """
         mapped = self._mapped.get(path)
         if (
@@ -276,7 +277,7 @@ def can_cast_to(dtype: torch.dtype) -> bool:
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor in main memory has the bytes that a file with ``dtype`` stores for it."""
+    """Whether a tensor's memory has the very bytes that a file stores for it, with this dtype."""
     return (
         tensor.dtype is dtype
         and tensor.device.type == "cpu"

@@ -391,9 +391,9 @@ def range_starts(num_bytes: int) -> range:
 
 
 def _share(num_bytes: int) -> int:
-    """Return the bytes of a file that each request moves if all parallel requests share the file.
+    """Return the number of bytes that each of the parallel requests for one file moves.
 
-    A request that moves less would not be worth its overhead.
+    It is an equal share of the file, but not less than the minimum that is worth a request.
     """
     return max(_MIN_PART_BYTES, -(-num_bytes // NUM_REQUESTS))
 

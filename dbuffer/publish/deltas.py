@@ -129,7 +129,7 @@ class Deltas:
         self._file: MappedTensors | None = None
         self._base: DeltaBase | None = None
         self._why_none: str | None = "this sender has published no version yet"
-        """Reason that the next version has no delta, or None if this sender has a last version."""
+        """Reason why the next version gets no delta from the version before it, or None."""
         self._find: Callable[[], Changes] | None = None
         """Function that encodes and returns the changes that `begin` has found on a GPU."""
         self._changes: Changes | None = None
@@ -367,7 +367,7 @@ class Deltas:
         except StoreFullError:
             if not draft.has_file:
                 raise
-            message = "%s has no room for deltas: publishing versions without, until it has"
+            message = "%s has no room for deltas: versions have no deltas until there is room"
             log_once(logger, message, self._store.root)
             return None
 

@@ -382,10 +382,10 @@ class WeightSender(Publisher):
         for spec, file in zip(source.specs, files, strict=True):
             if file is not None and file == idle:
                 raise InvalidWeightsError(
-                    f"{spec.name} is in the buffer of {self.store} that the next version "
-                    "overwrites: it is a tensor of a snapshot of the version before the newest. To "
-                    "go back to that version, call republish(), or call snapshot.copy() and send "
-                    "the copy after the snapshot's with block"
+                    f"{spec.name} is a tensor of a snapshot, and its memory is the buffer of "
+                    f"{self.store} that the next version overwrites. To go back to the snapshot's "
+                    "version, call republish(), or call snapshot.copy() and send the copy after "
+                    "the snapshot's with block"
                 )
 
 

@@ -416,9 +416,9 @@ def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
             )
         if missing := sorted(set(holding).difference(ranks)):
             raise InvalidWeightsError(
-                f"{spec} has a gap: {_named(missing)} parts of it, as rank {ranks[0]} says, but "
-                "without listing this name: pass each tensor, under one name, on all ranks that "
-                "hold parts of it"
+                f"{spec} has a gap: on rank {ranks[0]}, {_named(missing)} parts of it, but no "
+                "tensor of this name was passed there: pass each tensor, under one name, on all "
+                "ranks that hold parts of it"
             )
 
 

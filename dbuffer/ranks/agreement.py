@@ -101,7 +101,7 @@ class Agreement(World):
         self.peers = [Process(**fields) for fields in step.results]
 
     def call(self) -> TranslatedErrors:
-        """Return a ``with`` block for one call. All ranks take the call's steps together in it.
+        """Return a ``with`` block for one collective call, whose steps all ranks take together.
 
         If only this rank leaves the block with an error, it drops its connections, so that the
         other ranks do not wait for it.

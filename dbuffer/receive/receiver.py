@@ -206,7 +206,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
 
     @contextlib.contextmanager
     def reporting(self, version: VersionId | None) -> Iterator[None]:
-        """Write an error that leaves the ``with`` block into the receiver's record.
+        """If the ``with`` block raises an error, note the error in the receiver's record.
 
         If ``version`` is given, the record has the error until a version is acknowledged. Otherwise
         the error concerns the store, and stays until a block without ``version`` succeeds.
@@ -225,9 +225,9 @@ class WeightReceiver(Followed, Closing, ProcessBound):
     def open_seen(
         self, newer_than: int | None = None
     ) -> contextlib.AbstractContextManager[OpenStoreVersion | None]:
-        """Open the version that :meth:`wait_for_version` has just returned, without reading it.
+        """Open the version that :meth:`wait_for_version` returned last. Do not read its tensors.
 
-        The block gets None if the version is not above ``newer_than``.
+        The ``with`` block gets None if the version is not above ``newer_than``.
         """
         self._check_open()
         find = functools.partial(self._open_newest, newer_than, reread=False)

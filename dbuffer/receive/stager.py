@@ -330,7 +330,7 @@ class Stager(ProcessBound):
         return self._receiver.newest()
 
     def goal(self) -> VersionId | None:
-        """Return the version to stage if no call requests one, or None if the store has none."""
+        """Return the version to stage while no call of `take` waits, or None if there is none."""
         pointer = self.newest()
         chosen = None if pointer is None else self._choose(pointer.lineage)
         return None if chosen is None else chosen.id

@@ -21,9 +21,8 @@ class Timing:
     """Interval at which a longer wait polls, or checks whether it must stop."""
 
     retry_min_s: float = 0.5
-    """Backoff after the first failure. The backoff doubles with each further failure. A mirror that
-    waits for another mirror to end, or a follower for another follower, tries again at this
-    interval."""
+    """Backoff after the first failure. The backoff doubles with each further failure. Also the
+    interval at which a mirror or a follower that waits for an earlier one to end tries again."""
     retry_max_s: float = 30.0
     """Upper bound of the backoff."""
 

@@ -133,7 +133,7 @@ class BufferWriter:
         """Whether the store's directory, which may be new, has been made visible to other hosts."""
         self._generation = 0
         self.written_before: dict[tuple[str, str], float] = {}
-        """Time in each receiver's record when this writer began, keyed by receiver id and token."""
+        """Time of each receiver's last record before this writer began, keyed by id and token."""
         self._last_number = 0
         """Number of the last version that this writer may have published. The store may have lost
         the version since."""

@@ -299,7 +299,10 @@ def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _prefix_in(names: Mapping[str, Any], path: str) -> str:
-    """Return the prefix of a model's names in ``names``: its path, without parts of wrappers."""
+    """Return the prefix that ``names`` have for the parameters of a model at ``path``.
+
+    It is the path, but the parts of the path that wrappers add can be missing.
+    """
     prefix = without_wrappers(f"{path}.") if path else ""
     while not any(name.startswith(prefix) for name in names):
         if not prefix.startswith(WRAPPER_PREFIX):

@@ -84,7 +84,7 @@ class Source:
     must_be_finite: bool = False
     """Whether to refuse tensors with a NaN or an infinity."""
     patch: Patch | None = None
-    """Patch of the sender's last version, to publish in place of `tensors`, or None."""
+    """Changes to the version that the sender published last, or None. They replace `tensors`."""
     progress: Progress | None = None
     """Function that is called after each copy of lazy tensors, or of a tensor in `stream`."""
 

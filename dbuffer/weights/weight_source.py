@@ -97,7 +97,7 @@ class SourceReader:
         self._held = _held_names(source, metadata)
 
     def held_on(self, rank: int) -> list[int]:
-        """Return the indices of the tensors that this rank, number ``rank``, publishes."""
+        """Return the indices of tensors to publish on this rank, whose number is ``rank``."""
         if self._held is None:
             return [] if rank else list(self._place.values())
         return [place for name, place in self._place.items() if name in self._held]

@@ -221,7 +221,7 @@ def test_a_version_whose_delta_has_no_room_is_published_without(disk, store, mon
         filler = fill(disk, leave_bytes=delta_bytes // 2)
         assert [send() for _ in range(4)].count(None) >= 2  # its own old deltas make room
         assert [message for message in caplog.messages if str(store) in message] == [
-            f"{store} has no room for deltas: publishing versions without, until it has"
+            f"{store} has no room for deltas: versions have no deltas until there is room"
         ]
         filler.unlink()
         assert None not in [send() for _ in range(3)]

@@ -306,7 +306,9 @@ class Inside:
         format_of_vllm = re.compile(rf"INFO \d\d-\d\d \d\d:\d\d:\d\d {files}\d+\] ")
         assert all(format_of_vllm.search(line) for line in ours)
         began, *switches = ours
-        outside = "and serves weights from outside the store (its checkpoint, or another load)"
+        outside = (
+            "and serves weights from outside the store (the engine's checkpoint, or another load)"
+        )
         assert f"{outside} until a version is there and loaded" in began
         told = r"serves version (\d+): .*staged in [\d.]+ ms.*paused for"
         assert [re.findall(told, line) for line in switches] == [[str(v)] for v in range(1, 6)]

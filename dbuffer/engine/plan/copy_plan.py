@@ -2,12 +2,13 @@
 
 A layout is the names, dtypes and shapes of a version's tensors. Most layers are filled by copies. A
 layer is left to the engine's reload if its loader computes values, or if other values depend on the
-layer. If such a layer shares published tensors with other layers, there is no plan.
+layer. If a layer that must be reloaded shares published tensors with other layers, there is no
+plan.
 
 A layer whose weights the engine packs or quantizes is filled from an `Image`. Processing such a
 layer changes the form of parameters, fills further parameters (scales), or fills a kernel's memory
-that no copy can reach. So a second copy of the layer, its shadow, is loaded and processed while the
-layer serves. The switch copies the shadow's tensors and attributes into the layer.
+that no copy can reach. So an image makes a second copy of the layer, its shadow, and loads and
+processes the shadow while the layer serves. The switch gives the results to the layer.
 """
 
 from __future__ import annotations

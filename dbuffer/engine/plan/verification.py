@@ -66,8 +66,8 @@ _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 replaces."""
 
 _GROUPS = ("sglang.srt.distributed.", "vllm.distributed.")
-"""Python modules of communication between ranks. Messages change their buffers, and a reload does
-not."""
+"""Python modules of communication between ranks. A fingerprint leaves out their objects: messages
+change the buffers of these objects, and a reload does not."""
 
 _CACHING = type(functools.lru_cache(len))
 
@@ -357,5 +357,5 @@ def _is_varied(tensor: torch.Tensor, stand_in: torch.Tensor) -> bool:
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether each element is a floating-point number, and not a code of several numbers."""
+    """Whether each element is one floating-point number, and does not pack several numbers."""
     return tensor.is_floating_point() and tensor.dtype is not torch.float4_e2m1fn_x2

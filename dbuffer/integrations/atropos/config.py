@@ -63,7 +63,7 @@ class BridgeConfig:
 
     @property
     def directory(self) -> str | None:
-        """Atropos' log directory, or None. Atropos' servers write the mapping file into it."""
+        """Atropos' log directory, or None. There, its servers write ``vllm_bridge_config.json``."""
         return self.log_dir or os.environ.get("LOGDIR") or None
 
     @classmethod

@@ -15,7 +15,7 @@ from torch import nn
 from dbuffer.errors import WeightsMismatchError
 
 _PATIENCE_S = 10.0
-"""Maximum wait of a new forward call while a load waits for the end of running calls."""
+"""Longest time that a pending load, which itself waits for running calls, delays a new call."""
 _CALL_CHECK_S = 0.5
 """Interval at which a waiting load checks for forward calls that ended without their hook."""
 

@@ -35,8 +35,8 @@ KEEPS_WEIGHTS = 1
 RELOADS = ("reload_weights", "reset_weights")
 TRANSFERS = ("start_weight_update", "update_weights", "finish_weight_update")
 _WRITES = {True: (*RELOADS, "update_weights"), False: (*RELOADS, *TRANSFERS)}
-"""Methods of workers that make the label unknown. Key: whether the weight transfer backend is
-dbuffer's, which sets the new label in ``finish_weight_update``."""
+"""Methods of workers after which the version that responses name is unknown. The entry True is for
+dbuffer's weight transfer backend, which names the new version in ``finish_weight_update``."""
 
 LABEL = "dbuffer_label"
 READY = "dbuffer_ready"

@@ -324,9 +324,9 @@ def raising_once(vllm_config: Any) -> Iterator[None]:
 def worker_group(parallel: Any) -> Any:
     """Return vLLM's process group of all workers of an engine.
 
-    The group includes all data-parallel replicas that step together. If torchrun started several
-    engines, vLLM's world group has the workers of all engines. The tensor-parallel group then has
-    the workers of one engine.
+    The group includes all data-parallel replicas that step together. It is vLLM's world group,
+    unless torchrun started several engines: that group then has the workers of all of them, and
+    the tensor-parallel group has the workers of one.
     """
     world, tensor_parallel = get_world_group(), get_tp_group()
     if not is_launched(parallel) or world.world_size == parallel.world_size:
@@ -389,7 +389,7 @@ def restore_tensors(before: list[LayerTensors]) -> None:
 
 
 def calls_another(layer: torch.nn.Module) -> bool:
-    """Whether a layer has a method of another layer, as a shallow copy can have."""
+    """Whether a layer has a method that is bound to another layer, as a shallow copy can have."""
     methods = [value for value in vars(layer).values() if isinstance(value, MethodType)]
     owners = [method.__self__ for method in methods]
     return any(isinstance(owner, torch.nn.Module) and owner is not layer for owner in owners)

@@ -1,8 +1,9 @@
 """Requests to a vLLM server that follows a store, and the minimum versions that they require.
 
-Version numbers only increase within a run (all versions of one sender process). So the server
-checks a request's minimum version only once, before it passes the request to vLLM. The minimum
-version is a number of the newest run in the store, even if the engine still serves an older run.
+An engine's version number never decreases, except after a new run (start of a sender) has begun.
+So the server checks a request's minimum version only once, before it passes the request to vLLM.
+The minimum version is a number of the store's newest run, even if the engine still serves an older
+run.
 """
 
 from __future__ import annotations
