@@ -299,9 +299,9 @@ def falling_asleep(model: Any, parts: Collection[str], *, is_lost: bool) -> Iter
 
 @contextlib.contextmanager
 def waking_up(model_of: Callable[[], Any], parts: Collection[str] | None) -> Iterator[None]:
-    """Let dbuffer use ``parts`` of an engine's memory again after a ``with`` block that wakes them.
+    """Run a ``with`` block in which the engine wakes ``parts`` of its memory (None: all parts).
 
-    None means all parts.
+    After the block, dbuffer uses these parts again.
     """
     yield
     RankEndpoint.of(model_of()).note_awake(parts)

@@ -155,7 +155,7 @@ class EngineOptions:
             _require(self, "version", self.local_store is None, rule)
             defaults = {"every": 1, "when": None, "until_done": False, "canary": None}
             for name, default in defaults.items():
-                rule = f"{default} with version: the engine stays on that version"
+                rule = f"{default} if version is set, because the engine stays on that version"
                 _require(self, name, getattr(self, name) == default, rule)
 
     @property

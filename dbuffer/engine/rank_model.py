@@ -512,8 +512,8 @@ class RankModel:
 
 def _log_verified(plan: CopyPlan, verified_s: float) -> None:
     logger.info(
-        "fast path: from now on a switch copies into %d parameters (%.3f GB), uses %d layers "
-        "processed beforehand, and reloads %d (verified in %.0f ms)",
+        "fast path: from now on a switch copies into %d parameters (%.3f GB), takes %d layers that "
+        "were packed or quantized beforehand, and reloads %d layers (verified in %.0f ms)",
         len(plan.parameters),
         plan.copied_bytes / 1e9,
         len(plan.packed),

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 GAUGES = {
     "following": "1 while the engine is kept on the newest version, 0 while that fails.",
     "version_applied": "Version that the engine serves; 0 on its first weights.",
-    "version_attested": "Version that the weights were seen to equal while the engine served.",
+    "version_attested": "Version that the engine serves, once its weights were found equal to it.",
     "version_available": "Newest version in the store.",
     "lag_versions": "Versions published and not yet applied.",
     "lag_steps": "Trainer's steps from the version applied to the newest.",

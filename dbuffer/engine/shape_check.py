@@ -85,10 +85,9 @@ class ShapeCheck:
         return replace(trace, unused=(*trace.unused, *surplus))
 
     def of_part(self, names: Collection[str]) -> LoadTrace:
-        """Trace how the model's loaders load ``names`` alone, of the tensors of the last check.
+        """Trace how the model's loaders load only ``names``, some tensors of the last check.
 
-        Raise :class:`WeightsMismatchError` if the loaders cannot load them without the other
-        tensors.
+        Raise :class:`WeightsMismatchError` if the loaders cannot load these tensors alone.
         """
         self._load([spec for spec in self._specs if spec.name in names])
         return self._meta.end()

@@ -356,7 +356,8 @@ class Layout:
         """Last bytes of the file, which ``TensorDict.from_consolidated`` needs to open it.
 
         The bytes are metadata in the form of tensordict 0.10 to 0.15, then the metadata's length.
-        If the data is in parts, there are none, so that tensordict refuses the file.
+        If the data is in several files, there are no last bytes, so that tensordict refuses the
+        file.
         """
         if self.is_in_parts:  # with these bytes, tensordict would find no data
             return b""

@@ -224,9 +224,10 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         return self.deltas_after(self.file_version)
 
     def upon(self, buffer: str) -> dict[str, Any]:
-        """Return fields for a later version's manifest, if the version reuses this weights file.
+        """Return fields of a later version's manifest that describe the file of this version.
 
-        Deltas lead from the file to the later version. ``buffer`` is this manifest's buffer.
+        They are for a later version that has no weights file of its own, but a delta to be applied
+        to this one. ``buffer`` is this manifest's buffer.
         """
         fields = self.of_file | {"file": self.file}
         directory = self.anchor_buffer or buffer

@@ -34,7 +34,7 @@ class ByteRanges(NamedTuple):
         return type(self)(*(column[rows] for column in self))
 
     def in_words(self, width: int) -> Self:
-        """Return the ranges with starts and ends in words of ``width`` bytes, rounded down."""
+        """Return the ranges in words of ``width`` bytes. All starts and ends are rounded down."""
         return self._replace(starts=self.starts // width, ends=self.ends // width)
 
     def counts(self, places: Integers) -> Integers:

@@ -166,7 +166,7 @@ class StoreTarget:
         self._writer: BufferWriter | None = None
         self._mappings = KeptMappings()
         self._layout: Layout | None = None
-        """Layout in the source of the version that was copied last."""
+        """Layout that the version copied last has in the source."""
 
     def newest(self) -> Pointer | None:
         """Return the target's version pointer, or None if the pointer is missing or damaged."""

@@ -1,4 +1,4 @@
-"""`SparsePatch`: new values for some elements of a published tensor, which a trainer passes."""
+"""`SparsePatch`: a trainer's new values for some elements of a published tensor."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ class Stager(ProcessBound):
         """Snapshot of the staged version, open if the version was not copied."""
         self._request: _Request | None = None
         self._reserved: tuple[_Request, float] | None = None
-        """Reservation of a ready version, and its end. Until then, no newer version replaces it."""
+        """Request whose ready version no newer version may replace, and the time when this ends."""
         self._applied = applied
         """Version that the engine has. Only versions after this version are staged."""
         self._skipped: VersionId | None = None

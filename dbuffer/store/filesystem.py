@@ -274,10 +274,11 @@ def replace_file(
     Return the open file. ``flush``: flush the file. ``durable``: flush the file and its directory.
     ``lock``: lock the file exclusively before its rename.
 
-    ``before`` is the open file that ``path`` names now; pass it on a network mount. While this file
-    is open for writing, an NFSv4 server does not delegate it to a host that reads it. A delegated
-    file cannot be replaced while that host is cut off, until the server's lease ends (90 s by
-    default). ``before`` is closed just before the rename: a removed file that is open takes space.
+    On a network mount, pass as ``before`` the open file that ``path`` names until now. An NFSv4
+    server can delegate a file to a host that reads it, and the file then cannot be replaced while
+    that host is cut off, until the server's lease ends (90 s by default). The server delegates no
+    file that is open for writing. ``before`` is closed just before the rename, because a removed
+    file takes space as long as it is open.
     """
     with os_errors("write", path):
         temporary, file = _open_temporary(scratch, path)

@@ -33,8 +33,8 @@ LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
     {"bcachefs", "btrfs", "ecryptfs", "exfat", "f2fs", "hugetlbfs", "jfs", "nilfs2", "ntfs3"}
     | {"overlay", "reiserfs", "rootfs", "ubifs", "vfat", "xfs", "zfs"}
 )
-"""Filesystems that only this host writes to. All others count as network mounts, whose protocol
-also works on one host."""
+"""Filesystems that only this host writes to. On any other filesystem, dbuffer reads and writes as
+on a network mount, which is slower, but correct on one host, too."""
 _CLOCK_S = 60.0
 
 

@@ -124,10 +124,9 @@ def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
     except (ValidationError, UnicodeEncodeError) as error:
         problem = str(error)
     raise OptionError(
-        f"{source}: invalid rule {fields!r:.200} ({problem:.100}): a rule has one of the fields "
-        "'name', 'prefix', 'part' or 'pattern', with 'to'; or 'split', with 'to' (which can be a "
-        "list) and 'dim'; or 'stack' (which can be a list), with 'to' and 'dim'; or 'transpose', "
-        "with 'dims'; or 'preset'"
+        f"{source}: invalid rule {fields!r:.200} ({problem:.100}). A rule has the fields of one of "
+        "these lines: 'name', 'to'; 'prefix', 'to'; 'part', 'to'; 'pattern', 'to'; 'split', 'to' "
+        "(text or list), 'dim'; 'stack' (text or list), 'to', 'dim'; 'transpose', 'dims'; 'preset'"
     )
 
 

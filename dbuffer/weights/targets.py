@@ -494,7 +494,11 @@ def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameM
 
 
 def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> tuple[str, str] | None:
-    """Return an old and a new prefix that turn an unknown name into a missing one, or None."""
+    """Return an old and a new prefix that turn an unknown name into a missing one, or None.
+
+    ``unknown``: published names that the model lacks; ``missing``: names of the model that were not
+    published.
+    """
     name_with = {
         end: name for name in sorted(missing, key=len, reverse=True) for end in _ends(name)
     }

@@ -190,9 +190,10 @@ class _Changed(NamedTuple):
         return getattr(self.owner, self.name, None)
 
     def is_copied(self) -> bool:
-        """Whether the value can be copied into the live tensor, instead of replacing it.
+        """Whether the switch copies this value into the live tensor, or replaces the tensor.
 
-        Both must have the same form, and the live tensor must have memory of its own.
+        For a copy, value and live tensor must have the same form, and the live tensor must not
+        share its memory.
         """
         live = self.live
         return (

@@ -150,8 +150,9 @@ class Part:
 
 def _refuse_gather() -> torch.Tensor:
     raise UnsupportedError(
-        "the store is on a network mount, where rename cannot cut or transpose a tensor whose rows "
-        "are on several Megatron ranks: use a rename that only changes names"
+        "the option rename cuts or transposes a tensor whose rows are on several Megatron ranks, "
+        "which is not supported if the store is on a network mount: use a rename that only changes "
+        "names"
     )
 
 

@@ -220,11 +220,12 @@ class WorkerRank(EngineRank):
         self._infos = {n: get_layerwise_info(layer) for n, layer in self.module.named_modules()}
 
     def _reload_targets(self) -> dict[str, object]:
-        """Return the properties that layers and parameters must keep for vLLM's reload, by name.
+        """Return properties of layers and parameters, by name. If one changes, reloads cannot work.
 
-        Other code can replace a layer by another of its class, unless the engine still computes
-        with the old layer: vLLM looks up attention and experts in a table, and compiled code can
-        refer to layers.
+        For most layers, the property is the class: other code may replace the layer by another of
+        its class. For layers with which the engine computes even after they were replaced, it is
+        the layer itself: attention and experts, which vLLM looks up in a table, and layers that
+        compiled code refers to.
         """
         config = self._vllm_config.compilation_config
         is_captured = config.cudagraph_mode != CUDAGraphMode.NONE

@@ -61,7 +61,8 @@ def values_by_name(
 ) -> dict[str, str]:
     """Return the headers or query parameters in ``names``, as a dictionary.
 
-    Skip names that do not begin with ``prefix``, and refuse other names that are not in ``names``.
+    Ignore all that do not begin with ``prefix``. Refuse a name with the prefix that is not in
+    ``names``, or that is given twice.
     """
     values: dict[str, str] = {}
     for name, value in pairs:

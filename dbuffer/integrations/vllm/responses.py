@@ -122,7 +122,7 @@ def _as_json(span: Any) -> dict[str, Any]:
 def observe(engine: Any) -> None:
     """Make an ``AsyncLLM`` record the versions of its outputs in the `Exchange` of each request.
 
-    The ``AsyncLLM`` then refuses requests that set its weight version.
+    Also let the ``AsyncLLM`` refuse users' requests that set its weight version.
     """
     generate = engine.generate
 

@@ -133,7 +133,8 @@ def _mount(medium: Medium) -> Outcome:
     return (
         "adapted",
         f"{result}: local, may copy on write",
-        "mapped; a new file for each version, because rewriting a page may need new space",
+        "mapped; a new file for each version, because a copy-on-write filesystem can run out of "
+        "space when a file is rewritten",
     )
 
 
@@ -181,7 +182,7 @@ def _trust(path: Path, base: Path) -> Outcome:
 
 
 def _locks(medium: Medium, base: Path) -> Outcome:
-    second_sender = "a second sender is detected by its epoch, not prevented"
+    second_sender = "a second sender is not refused, but detected when it has opened the store"
     with (
         scratch(base) as place,
         filesystem.make_file(place / "lock", os.O_RDWR) as file,
