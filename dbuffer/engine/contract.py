@@ -253,8 +253,8 @@ WEIGHTS = "weights"
 """Name of the weights among the parts of an engine that can sleep, as in vLLM and SGLang."""
 
 ASLEEP = (
-    "the engine's weights are asleep, and their memory may be gone: wake it up first (its weights "
-    "are enough: tags=['weights']), then sync"
+    "the engine's weights are asleep, and their memory may be gone: wake the engine up (with "
+    "tags=['weights'], only its weights), then sync"
 )
 
 

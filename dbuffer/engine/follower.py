@@ -355,7 +355,7 @@ class Follower(Closing):
         return self._record is not None and record.updated_at < self._record.updated_at
 
     def _adopt_and_label(self, record: ReceiverRecord | None) -> None:
-        """Keep the engine's record. If its version has changed, set the engine's label to it."""
+        """Keep a record of the engine. If it names another version, label the engine."""
         applied = served_by(record)
         if applied != self._applied:
             self._label(WeightLabel.of(applied, record.metadata if record else {}))

@@ -434,9 +434,8 @@ class RankReceiver:
     def attest(self) -> bool:
         """Note in the engine's record whether all ranks' weights equal the version.
 
-        Return True if the caller must write the record now. Return False if a rank has not compared
-        its weights yet. If weights differ, treat them as unknown, write the record at once, and
-        return False.
+        If weights differ, treat them as unknown. Return whether the caller must now write the
+        record: not if a rank has yet to compare its weights, or if this method has written it.
         """
         result = [self._stager.differing] if self._is_compared else None
         answers = self.ranks.gather(result, begins=True)

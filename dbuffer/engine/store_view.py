@@ -210,7 +210,7 @@ class StoreView:
         """Wait until the store has a version above ``newer_than``, or a fork; return its number.
 
         A fork is a newest version that does not descend from the engine's version. Return None if
-        no such version came in time, or if the engine keeps its version.
+        no such version came in time, or if an option makes the engine stay on its version.
         """
         only = self.options.version
         if only is not None:

@@ -39,8 +39,9 @@ def versions_of(output: Any) -> list[VersionSpan]:
     if spans is not None:
         return [_span(_values_of(span)) for span in spans]
     raise OptionError(
-        f"{output!r:.200} has no weight versions: pass a finished output of vLLM 0.32 or "
-        "SGLang, or a choice of a response whose request had the header X-Weight-Versions: true"
+        f"{output!r:.200} has no weight versions: pass a finished output of vLLM 0.32 or SGLang. "
+        "For a server's response, send the request with the header X-Weight-Versions: true, and "
+        "pass one of the response's choices"
     )
 
 

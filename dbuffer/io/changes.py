@@ -30,8 +30,9 @@ from dbuffer.io.delta import WORDS, Words, encode_chunk
 from dbuffer.io.devices import Download
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of a version that become one chunk, unless `MAX_CHANGED_BYTES` of them changed. On two CPU
-cores, applying such chunks takes three quarters of the time of chunks of 4 MiB."""
+"""Bytes of a version that become one chunk. A chunk ends earlier if `MAX_CHANGED_BYTES` in it have
+changed. On two CPU cores, applying such chunks takes three quarters of the time that chunks of
+4 MiB take."""
 
 DEVICE_BYTES = 64 << 20
 """Bytes of a version that a device compares at a time. The host waits once for each comparison,

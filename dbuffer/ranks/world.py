@@ -45,9 +45,9 @@ class World:
         self._is_open = True
 
     def step(self, action: str) -> Step:
-        """Return a step that all ranks take. If it fails on one rank, all ranks raise an error.
+        """Return a ``with`` block that all ranks enter. If it fails on one, all raise an error.
 
-        The block must not contain a collective that can fail on some ranks while others wait in it.
+        The block must not call a collective that can fail on some ranks while others wait in it.
         ``action`` completes "rank 1 could not …".
         """
         return Step(self, action)

@@ -97,13 +97,15 @@ def check_version(name: str, value: int | None) -> None:
 
 
 class FollowLoop(RetryLoop):
-    """Attempts of one follower, with retries. Only :meth:`retry_now` is thread-safe.
+    """Loop of a receiver that follows a store, with retries. Only :meth:`retry_now` is thread-safe.
+
+    Each round is a ``with`` block of :meth:`attempt`.
 
     Args:
         doing: the follower's action, for the log, such as ``"staging"``.
         forked: whether to follow a fork from the version that the receiver has seen, or to treat
             the fork like any other failure.
-        final: errors that end the loop. The attempt's ``with`` block raises them.
+        final: errors that end the loop. The ``with`` block raises them.
         stop: event that ends waits. Errors after the event is set are ignored.
     """
 

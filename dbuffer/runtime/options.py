@@ -156,7 +156,8 @@ def _no_url(rule: str, url: SplitResult) -> str:
     if url.scheme in ("http", "https"):
         return f"{rule}; this is the address of a server (are two arguments swapped?)"
     return (
-        f"{rule}; no object storage has URLs with {url.scheme}: (a directory of this name: ./...)"
+        f"{rule}; {url.scheme}: is not the scheme of an object storage (write ./{url.geturl()} for "
+        "a directory)"
     )
 
 

@@ -42,8 +42,8 @@ class Timing:
     holds for ids that users chose, if no later record has the id."""
     forget_ephemeral_after_s: float = 60.0
     """Age at which the record of an ended receiver is removed if the receiver's id was generated,
-    or if a later record has the id. Until then, a waiting sender counts a receiver that applied the
-    version and ended."""
+    or if a later record has the id. The record is kept so long for senders that wait: a receiver
+    that applied the version and then ended still counts."""
     inotify_retry_s: float = 60.0
     """Time after which inotify is tried again if its limits were reached."""
 

@@ -141,8 +141,9 @@ class NameMap:
     r"""Rules that rename, cut, join or transpose tensors.
 
     A tensor that no rule matches keeps its name. Each rule applies to the result of the previous
-    rules. But of consecutive rules for complete names (:meth:`exact`), only the first that matches
-    applies. Start with an empty map and add rules in order. Each method returns a new map::
+    rules. But several rules for complete names (:meth:`exact`) in a row are one table: only the
+    first of them that matches applies. Start with an empty map and add rules in order. Each method
+    returns a new map::
 
         NameMap().prefix("actor.", "").pattern(r"(.*)\.gamma", r"\1.weight")
 

@@ -292,7 +292,7 @@ class CopyPlan:
     """Digests of the published tensors that the verification could not vary, keyed by name. The
     plan is verified for versions with equal digests. None before the verification."""
     places: Places = field(init=False)
-    """Places of modules and of written tensors when the plan was made."""
+    """The model's modules, and the addresses of the written tensors, when the plan was made."""
 
     def __post_init__(self) -> None:
         self.places = Places(self.model, self.written)

@@ -306,7 +306,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 
 def _not_once(ops: tuple[CopyOp, ...], num_elements: int) -> str | None:
-    """Return why copies do not write each element of a parameter once, or None if they do."""
+    """Return None if copies write each element of a parameter exactly once, else a description."""
     num_loaded = sum(op.to.num_elements for op in ops)
     if num_loaded < num_elements:
         return "is loaded in part only"

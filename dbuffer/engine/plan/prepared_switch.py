@@ -269,9 +269,9 @@ class PreparedSwitch:
         return self.patches.copies
 
     def mismatches(self, copier: Copier) -> dict[str, str]:
-        """Return the model's parameters and images that differ from the result of this switch.
+        """Return the model's parameters and images that this switch would change.
 
-        The result maps the name of each to the name of its layer.
+        The dictionary maps the name of each to the name of its layer.
         """
         copies = [(name, copy) for name, copies in self.copies.items() for copy in copies]
         differing: set[str] = set()
@@ -341,7 +341,7 @@ def _fitting(sizes: Sequence[int], num_bytes: int) -> Sequence[int]:
 def _laid_out(
     memory: torch.Tensor, tensors: Tensors
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Make tensors of the given forms in flat memory; return them, and the memory left over."""
+    """Make tensors like ``tensors`` in flat memory; return them, and the memory left over."""
     laid_out = {}
     for name, tensor in tensors.items():
         elements = memory[: tensor.nbytes].view(tensor.dtype)

@@ -293,9 +293,10 @@ class Verifier:
         return mismatch
 
     def _mismatch_of_part(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
-        """Reload only the layers that the switch does not copy.
+        """Reload only the layers that the switch leaves to a reload, and check the other layers.
 
-        Return a mismatch of these layers if the reload changes other layers, else an empty one.
+        If this changed another layer, a switch would do so too, and give other weights than a full
+        reload. Then return a mismatch for each reloaded layer, else return none.
         """
         try:
             self.reload_part(switch)

@@ -125,10 +125,10 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
 
 
 class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
-    """Keeps an engine on the store's newest weights, in a background thread, until ``shutdown()``.
+    """Keeps an engine on the store's newest weights, until ``shutdown()``.
 
-    An ``LLM`` works in a single thread only, so its receiver has no background thread. Call
-    ``poll_and_apply`` to switch the ``LLM``, or let a sender's ``update_weights`` switch it.
+    For an ``AsyncLLM`` or a server, a background thread does this. An ``LLM`` works in a single
+    thread only: call ``poll_and_apply`` to switch it, or let a sender's ``update_weights`` do so.
     """
 
     def __init__(

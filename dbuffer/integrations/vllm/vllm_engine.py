@@ -43,8 +43,8 @@ _PROMPTS_S = 600.0
 """Longest wait for the answers to a canary's prompts."""
 
 IN_ITS_EVENT_LOOP = (
-    "called in the engine's event loop, which this would wait for: call it in another thread, as "
-    "with await asyncio.to_thread(...)"
+    "this call waits for the engine's event loop, so it must not be made in that loop: make it in "
+    "another thread, for instance with await asyncio.to_thread(...)"
 )
 
 

@@ -431,7 +431,7 @@ WITHOUT_EFFECT = {
         (
             "foo://bucket/policy",
             (*TAKING, *FOLLOWING, KEEPING[0]),
-            ("no object storage has URLs with foo:",),
+            ("foo: is not the scheme of an object storage",),
         ),
         (
             "http://localhost:8000",
