@@ -130,8 +130,8 @@ class BackgroundFollower(Closing):
     def close(self) -> None:
         """Finish the switch in progress, then stop.
 
-        Keep the event loop of an ``AsyncLLM`` running meanwhile: the switch needs the loop. If a
-        server does not answer, stop waiting for it after 30 seconds.
+        The event loop of an ``AsyncLLM`` must keep running meanwhile, because the switch needs it.
+        If a server does not answer for 30 seconds, this method stops waiting for it.
         """
         self._stop.set()
         with contextlib.ExitStack() as stack:

@@ -57,7 +57,7 @@ from dbuffer.runtime.trouble import TranslatedErrors
 logger = logging.getLogger(__name__)
 
 _followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.WeakValueDictionary()
-"""This process's followers, keyed by the id of an engine's start and a replica's suffix."""
+"""This process's followers. Key: the engine's ``instance_id``, and the replica's suffix."""
 
 
 class _State(enum.IntEnum):

@@ -109,7 +109,7 @@ class RankModel:
         self._digest: int | None = None
         """Digest of the weights, taken when they equaled the version `_loaded`, or None."""
         self._tried_draft = False
-        """Whether the last loaded version, even if loading failed, has a draft for this model."""
+        """Whether the last version that was to be loaded has a draft, even if loading it failed."""
         self._comes_as_deltas = False
         self._rechecks_loaders = True
 
@@ -260,8 +260,8 @@ class RankModel:
         except Exception as error:  # noqa: BLE001
             self._rechecks_loaders = False
             logger.info(
-                "loaders are not compared with the plan for later versions, because they cannot "
-                "load the tensors of %s alone: %s",
+                "later versions are not checked for changed loaders, because the model's loaders "
+                "cannot load the tensors of %s alone: %s",
                 name,
                 described(error),
             )

@@ -32,9 +32,9 @@ _PREFIX = struct.Struct("<8sIIIQ")
 PREFIX_BYTES = _PREFIX.size
 
 GAP_BYTES = 5
-"""Size in bytes of a gap between changed words. A rank's chunk can have tensors at both ends of a
-weights file, and five bytes suffice for files of terabytes. The sum of a chunk's gaps stays below
-2**63."""
+"""Number of bytes that store the distance (gap) from one changed word to the next. One chunk of a
+rank can have tensors from both ends of a weights file, so a gap can be as long as the file: five
+bytes suffice for terabytes. The sum of a chunk's gaps stays below 2**63."""
 
 MAX_HEADER_BYTES = 1 << 26
 

@@ -96,7 +96,7 @@ class Lineage(NamedTuple):
         return Lineage(version, runs)
 
     def has_since(self, number: int, version: VersionId | None) -> bool:
-        """Whether ``version`` is this one or leads to it, and is numbered ``number`` or higher."""
+        """Whether ``version`` is one of this lineage's versions from number ``number`` on."""
         return version is not None and version.number >= number and self.reaches(version)
 
     def at(self, number: int) -> VersionId | None:

@@ -55,8 +55,8 @@ class BucketVersion(Record, frozen=True, kw_only=True):
     manifest: Manifest
     """Manifest of the version. Its ``anchor_buffer`` is None, since a bucket has no buffers."""
     files: list[FileObject]
-    """Weights file with the newest version or, if the manifest has an anchor, the anchor. Then the
-    deltas that lead to all versions of the manifest's chain but the first."""
+    """Weights file of the version (or of its anchor, if it has one), and then one delta for each
+    version of the manifest's chain after the first."""
     xxh3: Token
     """Digest of all other fields."""
 

@@ -189,7 +189,8 @@ def encode_found(
 def _cut(layout: Layout, first_byte: int, end_byte: int, most_bytes: int) -> list[_Range]:
     """Cut memory into ranges. The word size of a range is the size of its smallest elements.
 
-    Adjacent ranges of `MAX_CHANGED_BYTES` with one word size are joined, up to ``most_bytes``.
+    First cut at each multiple of `MAX_CHANGED_BYTES`. Then join adjacent ranges that have the same
+    word size, up to ``most_bytes``.
     """
     ranges: list[_Range] = []
     for start in range(first_byte, end_byte, MAX_CHANGED_BYTES):

@@ -188,7 +188,7 @@ def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 
 class HeldParts:
-    """Parts of tensors that this rank holds, each found once for all views of its tensor."""
+    """Parts of tensors that this rank holds. All views of one tensor use the same result."""
 
     def __init__(self) -> None:
         self._boxes: dict[int, tuple[Box | None, bool]] = {}

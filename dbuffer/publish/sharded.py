@@ -258,7 +258,7 @@ class Inventory:
     aliases: dict[str, str]
     groups: list[Ranks]
     group_of: list[int]
-    """Index in `groups` of the ranks that hold parts of each tensor."""
+    """Which entry of `groups` has the ranks that hold parts of a tensor; one index per tensor."""
     boxes: Boxes = field(default_factory=dict)
 
 

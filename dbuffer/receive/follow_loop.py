@@ -201,7 +201,7 @@ class FollowLoop(RetryLoop):
             and isinstance(error, errors.VersionRegressedError)
             and error.is_forked
         ):
-            self._logger.warning("%s; %s the forked version anyway", str(error), self._doing)
+            self._logger.warning("%s; %s goes on with the fork", str(error), self._doing)
             self.used()
             self._receiver.follow_fork()
             self.has_forked = True

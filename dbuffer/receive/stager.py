@@ -415,9 +415,9 @@ class Stager(ProcessBound):
             self._wake()
 
     def stage_again(self, *, applied: VersionId | None = None) -> None:
-        """Stage the newest version again. With ``applied``, do so only if it is a later version.
+        """Drop the staged version, unless the engine is loading it, and stage the newest version.
 
-        The staged version is dropped first, unless the engine is already loading it.
+        If ``applied``, the engine's version, is given, stage only a version after it.
         """
         with self._condition:
             self._applied = applied

@@ -54,8 +54,9 @@ _STALE_RETRIES = 4
 the next lookup finds the new file."""
 
 _FORK_RETRIES = 100
-"""Retries to open a file while another thread forks. A fork ends after a few retries, unless the
-fork waits for a lock that the opening thread holds."""
+"""Number of times that a file is opened again because another thread forked meanwhile (the child
+process may have the file). A fork takes only a few of them. More are needed only if the fork waits
+for a lock of the thread that opens the file, and these would never end."""
 
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9a-f]{16}\.tmp")
 """Pattern of the names of temporary files and directories: the final name and a random number."""
@@ -196,8 +197,8 @@ def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
 def refresh(directory: Path) -> None:
     """Make this host's NFS client look again at a directory that another host writes to.
 
-    Without this call, while a process keeps a replaced file open, opening the file's name may give
-    the old file for up to a minute (measured with NFSv3 and v4.2).
+    Another host may have replaced a file that a process here still has open. Without this call,
+    opening the path can then give the old file for up to a minute (measured with NFSv3 and v4.2).
     """
     os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 

@@ -66,7 +66,7 @@ class Checkpoint:
     def require_one_save(self, last: Order) -> None:
         """Refuse a checkpoint that is not finished or that mixes the files of two saves.
 
-        ``last``: order of the checkpoint that was published last.
+        ``last``: sort key of the checkpoint that was published last.
         """
         names = list(checkpoint_files(self.path))
         if missing := [file.name for file in names if file not in self.files]:

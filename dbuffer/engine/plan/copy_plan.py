@@ -169,10 +169,9 @@ class Image:
         return live is not None and computed is not None and same_bytes(live, computed)
 
     def hand_over(self) -> None:
-        """Set the shadow's attributes on the layer.
+        """Give the layer the attributes of its processed copy. A second call does the same again.
 
-        The layer's old attributes stay alive, and are freed with this image. Calling it twice is
-        safe.
+        The layer's old attributes stay alive, and are freed with this image.
         """
         self._replaced = [change.live for change in self._attributes]
         _set_all(self._attributes)

@@ -32,7 +32,7 @@ class Places:
         }
 
     def replaced(self) -> list[str]:
-        """Return the names of modules and tensors that were replaced, moved or reshaped since."""
+        """Return the names of modules and tensors replaced, moved or reshaped since that moment."""
         # A module without a wrapper is its own place. An engine that is paused waits for this loop.
         return [
             name
@@ -57,7 +57,8 @@ def forms_of(
 ) -> dict[str, tuple[object, str]]:
     """Return each parameter's form, and the name of the first parameter in the same memory.
 
-    If two parameters share memory, a load into one of them changes both parameters.
+    ``form`` describes a tensor; default: shape, strides and dtype. If two parameters share memory,
+    a load into one of them changes both parameters.
     """
     first: dict[tuple[torch.device, int], str] = {}
     return {

@@ -312,7 +312,7 @@ class Verifier:
 
 
 def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
-    """Return the layers nearest to ``place``, the name of a change in a fingerprint.
+    """Return the layers nearest to ``place``, where two fingerprints of a model differ.
 
     Find the innermost module around ``place`` that contains some of ``layers``, and return those
     layers. If no module does, return all ``layers``.

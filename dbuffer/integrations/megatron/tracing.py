@@ -287,7 +287,7 @@ class Tracer:
 
 
 class _NumberedModel:
-    """Wrapper that shows mbridge a model whose parameters and buffers are tensors of numbers."""
+    """Model that mbridge exports, with numbered elements in place of parameters."""
 
     def __init__(self, model: nn.Module, numbers: Numbers) -> None:
         self._model = model

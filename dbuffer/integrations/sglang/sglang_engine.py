@@ -56,8 +56,8 @@ def from_tensors(tensors: list[tuple[str, torch.Tensor]]) -> RankRequest | None:
         request = json.loads(text)["request"]
     except (ValueError, TypeError, KeyError) as error:
         raise OptionError(
-            f"{len(tensors)} tensors are not a request of a dbuffer follower ({error}): send "
-            "weights through this loader only with dbuffer.integrations.sglang.follow"
+            f"load_format={LOADER!r} was used to load {len(tensors)} tensors that are no request "
+            f"of dbuffer ({error}): only dbuffer.integrations.sglang.follow uses this loader"
         ) from None
     return None if request is None else RankRequest.parse(request)
 

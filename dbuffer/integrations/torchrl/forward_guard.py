@@ -28,8 +28,8 @@ class ForwardGuard:
 
     Several threads can run forward calls at the same time. A load waits until no call is running.
     Meanwhile, new calls wait too, because otherwise overlapping calls could delay the load forever.
-    But a running call can itself wait for a new call in another thread. So a new call waits at most
-    10 s for a load to begin.
+    But a running call may depend on a new call in another thread, and never end without it. So a
+    new call waits at most 10 s for a pending load.
     """
 
     def __init__(self) -> None:

@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 class WorkerReceiver:
     """Follows both stores of a worker in the background, and loads their newest versions.
 
-    Versions up to ``earlier`` are skipped: earlier runs (sender processes) published them. After
-    each load of a new version, when forward calls can run again, the receiver calls ``applied``.
-    The argument is True if the version is the first of its run.
+    Versions up to number ``earlier`` are skipped, because an earlier run (start of a sender)
+    published them. After each load of a new version, when forward calls can run again, the receiver
+    calls ``applied(is_first)``, with True for the first version of a run.
     """
 
     def __init__(

@@ -195,7 +195,7 @@ class _Hold:
 
 
 def refusal_in(error: Exception) -> str | None:
-    """Return a core's reason for refusing a hold, or None if the error has another cause."""
+    """Return why a core refused dbuffer's pause, or None if the error has another cause."""
     _, mark, refusal = str(error).partition(_REFUSED)
     return refusal if mark else None
 

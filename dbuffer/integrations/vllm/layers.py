@@ -440,8 +440,9 @@ def onednn_kernels_keep_scales(dtype: torch.dtype) -> Iterator[None]:
     """Make vLLM create int8 CPU kernels that keep their scales alive and compute in ``dtype``.
 
     oneDNN keeps only the address of the scales. vLLM's reload (0.28 to 0.33) copies the scales and
-    frees the original, so the kernel would read memory that was reused. vLLM's own kernels compute
-    in torch's default dtype. This thread must not set it, because it is also the engine's default.
+    frees the original, so the kernel would then read memory that has been reused. vLLM's own
+    kernels compute in torch's default dtype, which this thread must not change: the engine's thread
+    has the same default.
     """
     make = _custom_ops.create_onednn_scaled_mm
 

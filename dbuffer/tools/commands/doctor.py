@@ -54,7 +54,7 @@ def doctor(
         shared.show({"num_seen": num_seen}, text, as_json=as_json)
         return
     else:
-        with progress(f"probing {place}, also with each 'dbuffer doctor --peer' on another host"):
+        with progress(f"probing {place}, and each host that runs 'dbuffer doctor --peer' on it"):
             findings = examine(place) + measure_with_peers(place)
     is_sound, host = all(it["verdict"] != "broken" for it in findings), socket.gethostname()
     result = {"is_sound": is_sound, "path": str(place), "host": host, "findings": findings}

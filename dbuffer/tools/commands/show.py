@@ -102,10 +102,9 @@ def verify(
     engine: Annotated[
         str | None,
         typer.Option(
-            help="Read no weights, but ask the vLLM server at this address whether it has compared "
-            "its weights with the store's newest version, or with --version. Exit code 3 if the "
-            "server serves another version or has not compared its weights, 1 if it serves "
-            "weights that are not of this store.",
+            help="Instead, ask the vLLM server at this address whether it serves the store's "
+            "newest version (or --version), and has compared its weights with it. Exit code 3 if "
+            "not, 1 if its weights are not of this store.",
             metavar="URL",
         ),
     ] = None,

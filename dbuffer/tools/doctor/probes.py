@@ -129,7 +129,7 @@ def _mount(medium: Medium) -> Outcome:
             "the directory before the pointer, read into memory, and check sizes and checksums",
         )
     if medium.can_rewrite_in_place:
-        return "good", f"{result}: local", "two files, mapped and rewritten in place"
+        return "good", f"{result}: local", "a store has two files, which are rewritten in place"
     return (
         "adapted",
         f"{result}: local, may copy on write",

@@ -578,7 +578,7 @@ def test_a_remote_store_that_was_begun_anew_is_mirrored(remote, local, version, 
             one.wait_until_current(TIMEOUT_S)
             assert receiver.load_into(target) == version + 1
         assert_tidy(local)
-    said = [record for record in caplog.records if "the forked version anyway" in record.message]
+    said = [record for record in caplog.records if "goes on with the fork" in record.message]
     assert [record.levelname for record in said] == ["WARNING"]
 
 
