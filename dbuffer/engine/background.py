@@ -127,13 +127,17 @@ class BackgroundFollower(Closing):
         for follower in self.replicas:
             follower.done()
 
+    def stop(self) -> None:
+        """Begin to stop, without waiting. A dead engine is then no problem to log."""
+        self._stop.set()
+
     def close(self) -> None:
         """Finish the switch in progress, then stop.
 
         The event loop of an ``AsyncLLM`` must keep running meanwhile, because the switch needs it.
         If a server does not answer for 30 seconds, this method stops waiting for it.
         """
-        self._stop.set()
+        self.stop()
         with contextlib.ExitStack() as stack:
             for follower, thread in zip(self.replicas, self._threads, strict=True):
                 stack.callback(_end, follower, thread)

@@ -1046,6 +1046,26 @@ def test_engine_with_weights_of_its_own_is_ready_without_a_version(scene, client
     asyncio.run(run())
 
 
+def test_engine_that_its_server_shuts_down_is_not_warned_of(scene, client, caplog):
+    def shut_down() -> None:
+        scene.engine.error = dead
+        scene.publish(1)
+        until("following ends", lambda: not is_following())
+
+    def is_following() -> bool:
+        return any(thread.name == "dbuffer-follower" for thread in threading.enumerate())
+
+    async def run() -> None:
+        client.shutdown = shut_down
+        lifespan = Lifespan(client)
+        assert await lifespan.do("startup") == STARTED
+        await asyncio.to_thread(client.shutdown)
+        await lifespan.shut_down()
+
+    asyncio.run(run())
+    assert "followed no longer" not in caplog.text
+
+
 # Several API servers of one engine
 
 

@@ -159,10 +159,14 @@ class FollowedAdapter:
             return label
         return replace(label, newest_run=newest.id.run)
 
-    def close(self) -> None:
-        """Stop following the store. Requests in flight continue."""
+    def stop(self) -> None:
+        """Begin to stop, without waiting. A dead engine is then no problem to log."""
         self._stop.set()
         self._receiver.wake()
+
+    def close(self) -> None:
+        """Stop following the store. Requests in flight continue."""
+        self.stop()
         if self._thread.ident is not None:
             join(self._thread)
         self._receiver.close()
@@ -185,7 +189,8 @@ class FollowedAdapter:
                 if loop.has_forked:
                     self._applied = None
         except EngineEndedError as error:
-            logger.warning("adapter %s is followed no longer: %s", self.name, str(error))
+            if not self._stop.is_set():
+                logger.warning("adapter %s is followed no longer: %s", self.name, str(error))
 
     def _load(self, newer_than: int | None) -> None:
         started_at = time.monotonic()

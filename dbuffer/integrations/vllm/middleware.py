@@ -10,6 +10,7 @@ wait until the engine is ready. If an API server dies, vLLM ends all of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dbuffer.engine.background import BackgroundFollower
+from dbuffer.engine.endpoint import watch
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import DBufferError, OptionError, UnsupportedError, WaitTimeoutError
 from dbuffer.integrations.vllm.config import adapters_of, engine_settings, options_of
@@ -85,6 +87,8 @@ class FollowStore:
             for adapter in self._adapters:
                 self._outlook.adapters[adapter.name] = Outlook(engine, adapter=adapter)
             observe(engine)
+            # At its planned end, a server first shuts the engine down, and then its application.
+            watch(engine, "shutdown", self._stop)
             await self._app(scope, receive_after_us, send)
         finally:
             await self._end()
@@ -142,6 +146,12 @@ class FollowStore:
             self._adapters.append(adapter)
             await asyncio.to_thread(adapter.start)
         adapters.show_adapters_by_name(models)
+
+    def _stop(self, *_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+        followers = [*self._adapters, self._follower]
+        for follower in filter(None, followers):
+            follower.stop()
+        return contextlib.nullcontext()
 
     async def _end(self) -> None:
         parts = [asyncio.to_thread(adapter.close) for adapter in self._adapters]
