@@ -34,6 +34,7 @@ from tests.support.engines.misfits import (
 from tests.support.engines.patch_trainers import all_of, require_patched, trainer_engine
 from tests.support.engines.tiny_models import make_model, save_model, version_of
 from tests.support.engines.vllm_engines import (
+    IS_BEFORE_0_32,
     PROMPTS,
     counted_reloads,
     greedy,
@@ -61,7 +62,7 @@ MANY = "qwen3 float32 packed"
 PATCHED = "qwen3 bfloat16 live"
 # Each family, and each dtype with each kind of layers.
 SWAPS = ["qwen3-moe bfloat16 packed", MANY, PATCHED]
-if not () < vllm_release() < (0, 32):  # what does not depend on the vLLM is tried with the newest
+if not IS_BEFORE_0_32:  # what does not depend on the vLLM is tried with the newest
     SWAPS += ["llama float32 live", "tied-qwen2 bfloat16 packed"]
 if is_soak():
     SWAPS = [*EVERY, COMPILED]
@@ -146,7 +147,7 @@ def switch_pair(directory: Path, swap: str) -> Pair:
             assert reloads.count("of all") == (2 if has_no_image else 0)
         if swap == MANY:
             require_acknowledged_once(store)
-            if vllm_release() < (0, 32):
+            if IS_BEFORE_0_32:
                 assert reported == [[None] * 3, [1, None, None], [2, None, None]]
             else:
                 assert reported == [

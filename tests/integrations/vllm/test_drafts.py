@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 
 from tests.programs.vllm_drafts import CASES
-from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
+from tests.support.engines.vllm_engines import ANSWERS_TELL_VERSIONS, NEEDS_VLLM, observe
 from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = NEEDS_VLLM
@@ -40,6 +40,7 @@ def test_drafts_follow_with_their_target(tmp_path, kind, form):
         for case in product(CASES, FORMS)
     ],
 )
+@ANSWERS_TELL_VERSIONS
 def test_a_draft_follows_a_store_of_its_own(tmp_path, kind, form):
     """The draft's trainer is killed at any moment, and started again."""
     observe("vllm_draft_store.py", tmp_path, kind, form)

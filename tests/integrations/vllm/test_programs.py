@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.engines.vllm_engines import (
     ANSWERS_TELL_VERSIONS,
+    COMPUTES_CHECKSUMS,
     NEEDS_VLLM,
     TIMEOUT_S,
     environment,
@@ -40,7 +41,7 @@ PROGRAMS = [
     program("layers"),
     program("lora", "", *NEEDS_PEFT),
     program("offline"),
-    program("plan"),
+    program("plan", "", COMPUTES_CHECKSUMS),
     program("ranks", processes=True),
     *(
         program("replicas", role, ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE)

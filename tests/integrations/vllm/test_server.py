@@ -15,7 +15,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, observe
+from tests.support.engines.vllm_engines import (
+    ANSWERS_TELL_VERSIONS,
+    COMPUTES_CHECKSUMS,
+    NEEDS_VLLM,
+    TIMEOUT_S,
+    environment,
+    observe,
+)
 from tests.support.soak import IN_SOAKS_ALONE, is_soak
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(2 * TIMEOUT_S + 60)]
@@ -38,10 +45,12 @@ def programs(directory: Path) -> Iterator[dict[str, Future[Any]]]:
         yield {role: pool.submit(run, role) for role in roles}
 
 
+@ANSWERS_TELL_VERSIONS
 def test_server_follows_by_itself(programs):
     programs["inside"].result()
 
 
+@COMPUTES_CHECKSUMS
 def test_server_is_driven_from_outside(programs):
     programs["outside"].result()
 

@@ -43,8 +43,12 @@ NEEDS_VLLM = [
     pytest.mark.vllm,
     pytest.mark.skipif(not vllm_release(), reason="needs vLLM"),
 ]
+IS_BEFORE_0_32 = () < vllm_release() < (0, 32)
 ANSWERS_TELL_VERSIONS = pytest.mark.skipif(
-    () < vllm_release() < (0, 32), reason="before 0.32, vLLM's answers do not tell their version"
+    IS_BEFORE_0_32, reason="before 0.32, vLLM's answers do not tell their version"
+)
+COMPUTES_CHECKSUMS = pytest.mark.skipif(
+    IS_BEFORE_0_32, reason="before 0.32, vLLM computes no checksums of its weights"
 )
 
 PROGRAMS = ROOT / "tests" / "programs"
