@@ -82,8 +82,6 @@ def label_cores(core: Any) -> None:
     Before a call that writes weights without dbuffer, the core sets the label to unknown.
     ``core`` is vLLM's class ``EngineCore``.
     """
-    if hasattr(core, LABEL):
-        return
     set_version = core.set_weight_version
 
     def set_weight_version(core: Any, weight_version: str) -> None:
@@ -146,8 +144,6 @@ def tell_labels(request_state: Any) -> None:
     if not hasattr(request_state, "track_weight_version"):  # before vLLM 0.32
         return
     make_output, make_state = request_state._new_completion_output, request_state.__init__  # noqa: SLF001
-    if hasattr(make_output, ADMITTED):
-        return
 
     def make_named_state(state: Any, *args: Any, **kwargs: Any) -> None:
         make_state(state, *args, **kwargs)
@@ -165,7 +161,6 @@ def tell_labels(request_state: Any) -> None:
             output.weight_versions = _decoded(output.weight_versions, of_adapter)
         return output
 
-    setattr(make_labeled_output, ADMITTED, True)
     request_state.__init__ = make_named_state
     request_state._new_completion_output = make_labeled_output  # noqa: SLF001
 
@@ -205,8 +200,6 @@ def add_pauses(process: Any, in_step: Any) -> None:
 
     ``in_step`` is vLLM's subclass ``DPEngineCoreProc``, whose cores step together.
     """
-    if hasattr(process, HOLD):
-        return
     for name in ("pause_scheduler", "sleep"):
         setattr(process, name, _unless_held(getattr(process, name), _defer))
     for kind in (process, in_step):

@@ -72,6 +72,8 @@ def _extend() -> None:
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+    if CALL in vars(WorkerWrapperBase):
+        return  # vLLM calls plugins several times in a process
     watch_workers(WorkerWrapperBase)
     label_cores(EngineCore)
     add_pauses(EngineCoreProc, DPEngineCoreProc)
@@ -80,8 +82,7 @@ def _extend() -> None:
         (WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine"),
         (WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine"),
     ):
-        with contextlib.suppress(ValueError):  # the backend is already registered
-            factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
+        factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
     # Add the methods to the wrapper around a worker, where collective_rpc finds them too. If the
     # worker's class had a method, vLLM would refuse worker extensions with the same method.
     setattr(WorkerWrapperBase, CALL, _call_the_extension)

@@ -37,8 +37,6 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 _VERSION, _SECONDS = "a version's number", "seconds from 0 to 3600"
 RETRY_AFTER_S = 1
 _LOOK_S = 0.02
-_MAX_HEADER_CHARS = 4096
-"""Maximum length of metadata in a header. Servers and proxies accept 8 KiB of headers in total."""
 _OK, _CONFLICT, _UNAVAILABLE = 200, 409, 503
 
 
@@ -231,7 +229,6 @@ def headers_of(label: WeightLabel) -> dict[str, str]:
     values = {"x-weight-version": label.version, "x-weight-run": label.run}
     if label.number is not None:
         values["x-weight-verified"] = "false" if label.attested_at is None else "true"
-    metadata = json.dumps(label.metadata) if label.metadata else ""
-    if len(metadata) <= _MAX_HEADER_CHARS:
-        values["x-weight-metadata"] = metadata
+    if label.metadata:  # of at most 1 KiB: see `metadata_for_record`
+        values["x-weight-metadata"] = json.dumps(label.metadata)
     return {name: value for name, value in values.items() if value}

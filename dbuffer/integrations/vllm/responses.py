@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import functools
 import json
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
@@ -139,12 +138,11 @@ def observe(engine: Any) -> None:
     engine.update_weight_version = refuse_version
 
 
-@functools.cache
 def has_spans() -> bool:
     """Whether this release of vLLM records which version generated each token."""
     from vllm.v1.engine.output_processor import RequestState
 
-    return hasattr(getattr(RequestState, "_new_completion_output", None), ADMITTED)
+    return hasattr(RequestState, "track_weight_version")
 
 
 async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, send: Send) -> None:

@@ -159,15 +159,6 @@ def test_releases_that_tell_no_spans_refuse_to(monkeypatch):
     assert (status, b"vLLM 0.32" in body) == (400, True)
 
 
-def test_metadata_that_no_header_holds_is_left_out():
-    def note(exchange: Exchange) -> None:
-        exchange.admitted = WeightLabel("7", RUN, {"note": "x" * 5000})
-
-    _, headers, _ = ask(answering([JSON], b"{}", note=note))
-    assert headers["x-weight-version"] == "7"
-    assert "x-weight-metadata" not in headers
-
-
 @pytest.mark.parametrize("step", [1, 7, 1000])
 def test_fields_are_added_to_json_that_comes_in_parts(step):
     whole = json.dumps({"choices": [{"index": 0, "text": "ü"}, {"index": 1}]}).encode()
