@@ -247,7 +247,7 @@ class Followed:
         """Pause, drop caches (except in mode ``in_place``), and resume, as each switch does."""
         from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
 
-        driven = AsyncVllm(self.engine, asyncio.get_running_loop())
+        driven = AsyncVllm(self.engine)
         await asyncio.to_thread(driven.pause, self._pause)
         await asyncio.to_thread(driven.resume)
 

@@ -21,7 +21,7 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import EngineEndedError, OptionError, UnsupportedError, WaitTimeoutError
 from dbuffer.format.manifest import metadata_for_record
 from dbuffer.integrations.peft.saved import SavedAdapter, hold, save_adapter
-from dbuffer.integrations.vllm.config import default_engine_id, replicas_of
+from dbuffer.integrations.vllm.config import cores_of, default_engine_id
 from dbuffer.integrations.vllm.core import ADAPTER
 from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
 from dbuffer.receive.follow_loop import FollowLoop
@@ -123,9 +123,7 @@ class FollowedAdapter:
             raise OptionError(f"adapter {name!r}: the server has a model of this name already")
         self.name = name
         self._loop = AsyncVllm.loop_of(engine)
-        replicas: list[int | None] = [*replicas_of(engine.vllm_config)]
-        indices = replicas if len(replicas) > 1 else [None]
-        self._replicas = [AsyncVllm(engine, self._loop, index) for index in indices]
+        self._replicas = [AsyncVllm(engine, core) for core in cores_of(engine.vllm_config)]
         self._requests = models.lora_requests
         self._receiver = options.make_receiver(
             options.engine_id or default_engine_id(engine.vllm_config.instance_id)

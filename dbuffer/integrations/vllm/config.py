@@ -139,6 +139,12 @@ def replicas_of(config: Any) -> list[int]:
     return list(range(first, first + (_num_local(parallel) or size)))
 
 
+def cores_of(config: Any) -> list[int | None]:
+    """Return what names each independent replica to vLLM: None if the front end has only one."""
+    replicas = replicas_of(config)
+    return [*replicas] if len(replicas) > 1 else [None]
+
+
 def _num_in_step(parallel: Any) -> int:
     size: int = _get(parallel, "data_parallel_size")
     if size == 1 or not _get(parallel, "is_moe_model"):

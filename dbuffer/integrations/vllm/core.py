@@ -279,7 +279,7 @@ def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) 
         # After an abort, the client can send its session more input, which vLLM would answer
         # without the earlier input.
         return f"vLLM cannot abort {counted(num_open, 'session')} {_UNTIL_THE_INPUT_ENDS}"
-    num_waiting = getattr(core.scheduler, "num_waiting_for_streaming_input", 0)
+    num_waiting = core.scheduler.num_waiting_for_streaming_input
     if num_waiting and drops_caches:
         sessions = counted(num_waiting, "waiting session")
         return f"vLLM cannot drop the caches of {sessions} {_UNTIL_THE_INPUT_ENDS}"

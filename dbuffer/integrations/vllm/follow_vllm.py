@@ -17,12 +17,12 @@ from typing import Any, Protocol, overload
 
 from dbuffer import errors
 from dbuffer.engine.background import BackgroundFollower
-from dbuffer.engine.contract import PauseMode, RankRequest, Switch, WeightLabel
+from dbuffer.engine.contract import Engine, PauseMode, RankRequest, Switch, WeightLabel
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
 from dbuffer.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.errors import DBufferError, EngineUpdateError, OptionError, UnsupportedError
-from dbuffer.integrations.vllm.config import replicas_of
+from dbuffer.integrations.vllm.config import cores_of
 from dbuffer.integrations.vllm.vllm_engine import (
     AsyncVllm,
     OfflineVllm,
@@ -243,18 +243,18 @@ def follow(
         launched = LaunchedFollower(engine, chosen)
         launched.start()
         return launched
-    if is_async(engine) and len(replicas_of(engine.vllm_config)) > 1:
+    replicas: list[Engine] = []
+    if is_async(engine):
+        replicas += [AsyncVllm(engine, core) for core in cores_of(engine.vllm_config)]
+    else:
+        replicas.append(vllm_engine_of(engine, api_key=api_key))
+    if len(replicas) > 1:
         _require_no(canary, "data-parallel replicas")
-        loop = AsyncVllm.loop_of(engine)
-        replicas = [AsyncVllm(engine, loop, index) for index in replicas_of(engine.vllm_config)]
-        followers = (Follower(replica, chosen, pause=pause) for replica in replicas)
+    followers = [Follower(replica, chosen, pause=pause, canary=probe) for replica in replicas]
+    if not isinstance(replicas[0], OfflineVllm):
         return BackgroundFollower(*followers)
-    driven = vllm_engine_of(engine, api_key=api_key)
-    follower = Follower(driven, chosen, pause=pause, canary=probe)
-    if not isinstance(driven, OfflineVllm):
-        return BackgroundFollower(follower)
-    follower.start()
-    return follower
+    followers[0].start()
+    return followers[0]
 
 
 def _require_no(canary: object, kind: str) -> None:

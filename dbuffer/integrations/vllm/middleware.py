@@ -148,9 +148,9 @@ class FollowStore:
         adapters.show_adapters_by_name(models)
 
     def _stop(self, *_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-        followers = [*self._adapters, self._follower]
-        for follower in filter(None, followers):
-            follower.stop()
+        for part in (*self._adapters, self._follower):
+            if part is not None:
+                part.stop()
         return contextlib.nullcontext()
 
     async def _end(self) -> None:

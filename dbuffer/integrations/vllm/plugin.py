@@ -85,7 +85,7 @@ def _extend() -> None:
         factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
     # Add the methods to the wrapper around a worker, where collective_rpc finds them too. If the
     # worker's class had a method, vLLM would refuse worker extensions with the same method.
-    setattr(WorkerWrapperBase, CALL, _call_the_extension)
+    setattr(WorkerWrapperBase, CALL, _answer_follower)
     setattr(WorkerWrapperBase, LOAD_ADAPTER, _load_adapter)
 
 
@@ -172,10 +172,7 @@ def _load_adapter(wrapper: Any, name: str, number: int, path: str) -> str | None
     return None
 
 
-def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> Any:
-    from dbuffer.integrations.vllm.rank import WorkerExtension
+def _answer_follower(wrapper: Any, request: dict[str, Any]) -> Any:
+    from dbuffer.integrations.vllm.rank import answer_follower
 
-    # Called through the worker, because a worker extension can override the method.
-    worker = wrapper.worker
-    call = getattr(worker, CALL, None) or partial(WorkerExtension.dbuffer_call, worker)
-    return call(request)
+    return answer_follower(wrapper.worker, request)

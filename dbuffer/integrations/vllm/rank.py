@@ -342,20 +342,19 @@ def worker_group(parallel: Any) -> Any:
 
 
 class WorkerExtension:
-    """Worker extension with the method that followers call in each worker by ``collective_rpc``.
+    """Worker extension that tells a follower in another process that dbuffer is installed.
 
-    dbuffer's plugin adds the method to all workers. The server's option ``--worker-extension-cls
-    dbuffer.integrations.vllm.WorkerExtension`` tells a follower in another process that the plugin
-    is installed.
+    dbuffer's plugin adds the method that followers call to all workers, also without this class.
     """
 
-    def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, Any]:
-        """Execute a request of a follower; see :class:`.RankRequest`.
 
-        This method raises no errors. After an error, vLLM would leave the other ranks' answers
-        unread, and take them for answers to its next call.
-        """
-        return encode_answer(capture_answer(lambda: _do(self, RankRequest.parse(request))))
+def answer_follower(worker: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Execute a request of a follower; see :class:`.RankRequest`.
+
+    This function raises no errors. After an error, vLLM would leave the other ranks' answers
+    unread, and take them for answers to its next call.
+    """
+    return encode_answer(capture_answer(lambda: _do(worker, RankRequest.parse(request))))
 
 
 def _do(worker: Any, request: RankRequest) -> RankAnswer:

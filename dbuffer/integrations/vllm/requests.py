@@ -21,7 +21,7 @@ from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.contract import WeightLabel
 from dbuffer.errors import EngineEndedError, OptionError
 from dbuffer.format.lineage import Positive
-from dbuffer.integrations.vllm.config import replicas_of
+from dbuffer.integrations.vllm.config import cores_of
 from dbuffer.integrations.vllm.core import LABEL
 from dbuffer.integrations.vllm.vllm_engine import ask_core
 from dbuffer.runtime import options as checks
@@ -165,10 +165,8 @@ class Outlook:
         self._require_alive()
         if self._adapter is not None:
             return [self._adapter.label]
-        replicas: list[int | None] = [*replicas_of(self._engine.vllm_config)]
-        if len(replicas) == 1:
-            replicas = [None]
-        answers = asyncio.gather(*(ask_core(self._engine, replica, LABEL) for replica in replicas))
+        cores = cores_of(self._engine.vllm_config)
+        answers = asyncio.gather(*(ask_core(self._engine, core, LABEL) for core in cores))
         try:
             while not (await asyncio.wait([answers], timeout=TIMING.alive_check_s))[0]:
                 self._require_alive()

@@ -139,11 +139,9 @@ class AsyncVllm(Engine):
     has_own_pause = True
     pauses = (*PAUSE_MODES, "in_place")
 
-    def __init__(
-        self, engine: Any, loop: asyncio.AbstractEventLoop, replica: int | None = None
-    ) -> None:
+    def __init__(self, engine: Any, replica: int | None = None) -> None:
         self._engine = engine
-        self._loop = loop
+        self._loop = self.loop_of(engine)
         self._replica = replica
         self.scores_prompts = replica is None
 
@@ -343,8 +341,7 @@ class VllmServer(EngineServer):
         self.request("POST", "/pause", params=params, timeout=self._long)
         caches = {"reset_running_requests": "true", "reset_external": "true"}
         response = self.request("POST", "/reset_prefix_cache", params=caches)
-        # Some releases of vLLM report a failed reset only in the body of the response.
-        if response.content and self._body(response).get("success") is False:
+        if not self._body(response).get("success"):
             raise EngineUpdateError(f"{self.url} could not reset its prefix cache")
         self.request("POST", "/reset_encoder_cache")
 
@@ -397,5 +394,5 @@ def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
     if hasattr(target, "llm_engine"):
         return OfflineVllm(target)
     if is_async(target):
-        return AsyncVllm(target, AsyncVllm.loop_of(target))
+        return AsyncVllm(target)
     raise UnsupportedError(f"a {type(target).__name__} is not an engine of vLLM")

@@ -90,8 +90,9 @@ def asynchronous(calls: list[str], loop: asyncio.AbstractEventLoop, **changes: A
         engine_core=SimpleNamespace(call_utility_async=asking),
         vllm_config=config(**changes),
         errored=False,
+        output_handler=SimpleNamespace(get_loop=lambda: loop),
     )
-    return AsyncVllm(engine, loop)
+    return AsyncVllm(engine)
 
 
 def replica(calls: list[str], loop: asyncio.AbstractEventLoop) -> Engine:
@@ -103,14 +104,15 @@ def replica(calls: list[str], loop: asyncio.AbstractEventLoop) -> Engine:
         engine_core=SimpleNamespace(_call_utility_async=ask),
         vllm_config=config(),
         errored=False,
+        output_handler=SimpleNamespace(get_loop=lambda: loop),
     )
-    return AsyncVllm(engine, loop, 1)
+    return AsyncVllm(engine, 1)
 
 
 def server(calls: list[str], _: asyncio.AbstractEventLoop) -> Engine:
     def answer(request: httpx.Request) -> httpx.Response:
         calls.append(request.url.path.removeprefix("/"))
-        return httpx.Response(200)
+        return httpx.Response(200, json={"success": True})
 
     made = VllmServer("http://127.0.0.1:8000")
     made._client.close()
@@ -158,7 +160,7 @@ class HeldCore(Core):
         self.calls: list[str] = []
         self._paused, self._resets = paused, resets
         self.model_executor = SimpleNamespace(is_sleeping=False, sleeping_tags=())
-        self.scheduler = SimpleNamespace(requests={})
+        self.scheduler = SimpleNamespace(requests={}, num_waiting_for_streaming_input=0)
 
     def is_scheduler_paused(self) -> bool:
         return False
