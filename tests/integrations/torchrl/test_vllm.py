@@ -26,7 +26,10 @@ with warnings.catch_warnings():
     # torchrl warns of its own legacy classes, and of torch's, as it is imported.
     warnings.simplefilter("ignore", DeprecationWarning)
     import torch
+    from torchrl.weight_update import llm as of_torchrl
     from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
+
+    from dbuffer.integrations.torchrl import DoubleBufferSyncScheme
 
 import dbuffer
 from dbuffer.integrations.torchrl import (
@@ -49,13 +52,9 @@ CLASSES = [
     "VLLMWeightSender",
     "VLLMWeightReceiver",
 ]
-COLLECTORS = "DoubleBufferSyncScheme"
+COLLECTORS = DoubleBufferSyncScheme.__name__
 
 # Without an engine.
-
-
-def of_torchrl(name: str) -> Any:
-    return getattr(importlib.import_module("torchrl.weight_update.llm"), name)
 
 
 def ours(name: str) -> Any:
@@ -64,7 +63,7 @@ def ours(name: str) -> Any:
 
 def pair(name: str) -> tuple[Any, Any]:
     """Return our class of this name, and the installed TorchRL's whose place it takes."""
-    return ours(name), WeightSyncScheme if name == COLLECTORS else of_torchrl(name)
+    return ours(name), WeightSyncScheme if name == COLLECTORS else getattr(of_torchrl, name)
 
 
 def methods(name: str) -> set[str]:
@@ -114,7 +113,7 @@ def test_properties_are_those_of_torchrl(name):
 @pytest.mark.parametrize("copied", [False, True])
 def test_attributes_are_those_of_torchrl(store, given, copied):
     arguments = {"gpus_per_replica": 2, "num_replicas": 3, "device": "cuda:1", **given}
-    theirs = vars(of_torchrl("VLLMWeightSyncScheme")(**arguments))
+    theirs = vars(of_torchrl.VLLMWeightSyncScheme(**arguments))
     scheme = VLLMWeightSyncScheme(remote_addr=str(store), **arguments)
     if copied:
         scheme = pickle.loads(pickle.dumps(scheme))
@@ -123,7 +122,7 @@ def test_attributes_are_those_of_torchrl(store, given, copied):
         if name == "master_port" and not given:
             value = None  # theirs is a free port; here there is nothing to listen for
         assert getattr(scheme, name) == value
-    theirs = vars(of_torchrl("VLLMDoubleBufferSyncScheme")(str(store), None, 2))
+    theirs = vars(of_torchrl.VLLMDoubleBufferSyncScheme(str(store), None, 2))
     double = VLLMDoubleBufferSyncScheme(str(store), None, 2)
     assert {name: getattr(double, name) for name in theirs} == theirs
 
