@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
@@ -31,7 +31,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.utils import get_layer_size, get_layer_tensors
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -135,7 +136,9 @@ def vllm_shape_check(
             model = DraftedModel(model, of_draft, draft.is_in_target)
     _require_views(model, serving)
     for tensor in (*model.parameters(), *model.buffers()):
-        _unwrap_online_quantization(tensor)
+        # Before `MetaModel` wraps the loader, which would hide vLLM's wrapper.
+        if hasattr(tensor, "weight_loader"):
+            tensor.weight_loader = original_loader(tensor.weight_loader)
     meta = VllmMetaModel(model, serving, vllm_config.parallel_config.tensor_parallel_size)
     text_config = vllm_config.model_config.hf_text_config
     # vLLM discards some tensors of quantized checkpoints, for example GPTQ's ``g_idx``. Releases of
@@ -219,15 +222,11 @@ def _expert_maps_with_data() -> Iterator[None]:
         ExpertMapManager.__init__ = make
 
 
-def _unwrap_online_quantization(tensor: Any) -> None:
-    """Remove vLLM's wrapper for online quantization from the loader of a tensor.
-
-    Call this before `MetaModel` wraps the loader, which would hide vLLM's wrapper.
-    """
-    loader = getattr(tensor, "weight_loader", None)
+def original_loader(loader: Any) -> Any:
+    """Return a weight loader without vLLM's wrapper for reloads and online quantization."""
     while getattr(loader, "__name__", None) == "online_process_loader":
-        loader = loader.__wrapped__  # type: ignore[union-attr]
-        tensor.weight_loader = loader
+        loader = loader.__wrapped__
+    return loader
 
 
 class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
@@ -253,16 +252,16 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         The key is the tensor's id."""
         self._optional: set[int] = set()
         for prefix, module in model.named_modules():
-            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            tensors = get_layer_tensors(module)
             self._optional.update(map(id, _find_optional(module)))
-            if not _is_reloaded_last(module):
-                total = sum(map(_count_loadable, tensors))
-                for tensor in tensors:
-                    self._layers.setdefault(id(tensor), (prefix, total))
+            if not is_deferred_attention_layer(module):
+                total = get_layer_size(module)
+                for name in tensors.keys() - SKIP_LOAD_TENSORS:
+                    self._layers.setdefault(id(tensors[name]), (prefix, total))
             parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
             if parallel is not None:
                 num_ranks = parallel.tp_size * parallel.ep_size
-                self._num_shares |= dict.fromkeys(map(id, tensors), num_ranks)
+                self._num_shares |= dict.fromkeys(map(id, tensors.values()), num_ranks)
 
     def num_shares(self, tensor: Any) -> int:
         return self._num_shares.get(id(tensor)) or super().num_shares(tensor)
@@ -336,12 +335,6 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
 
 def _count_loadable(tensor: Any) -> int:
     return int(getattr(tensor, "weight_loader_numel", tensor.numel()))
-
-
-def _is_reloaded_last(module: torch.nn.Module) -> bool:
-    return isinstance(module, AttentionLayerBase) and hasattr(
-        module, "process_weights_after_loading"
-    )
 
 
 def _has_no_rows(module: Any) -> bool:

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_tensor
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.engine.contract import (
@@ -57,6 +57,7 @@ from dbuffer.integrations.vllm.layers import (
     has_cpu_kernel,
     has_optional_scales,
     onednn_kernels_keep_scales,
+    original_loader,
     vllm_shape_check,
 )
 from dbuffer.runtime.cores import use_cores_of_parent
@@ -402,11 +403,9 @@ def reload_as(layer: torch.nn.Module, info: Any) -> None:
     """
 
     def of_layer(tensor: Any) -> Any:
-        copied = tensor.data
-        copied.__class__, copied.__dict__ = tensor.__class__, tensor.__dict__.copy()
-        for name, loader in vars(copied).items():
-            while getattr(loader, "__name__", None) == "online_process_loader":
-                loader = loader.__wrapped__  # vLLM wrapped it to reload the replaced layer
+        copied = to_meta_tensor(tensor)
+        for name, value in vars(copied).items():
+            loader = original_loader(value)  # vLLM wrapped it to reload the replaced layer
             if isinstance(loader, MethodType) and type(loader.__self__) is type(layer):
                 loader = MethodType(loader.__func__, layer)
             vars(copied)[name] = loader
