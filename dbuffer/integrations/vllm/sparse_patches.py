@@ -42,7 +42,7 @@ def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
     A patch of vLLM has these fields:
 
     * ``name`` of a published tensor;
-    * ``indices``, flat positions in the tensor (int32 or int64, one dimension, on any device);
+    * ``indices``, flat positions in the tensor (integers, one dimension, on any device);
     * ``values``, the new elements (one dimension, on any device);
     * ``full_shape`` of the tensor, in most releases of vLLM.
 
@@ -66,12 +66,11 @@ def _checked(patch: Any, position: int) -> SparsePatch:
         ) from error
     require_form(SparsePatch(name, indices, values, shape))
     subject = f"the patch of {name!r:.200}"
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise InvalidWeightsError(f"{subject} has indices of {indices.dtype}, not int32 or int64")
-    if not indices.dim() == values.dim() == 1:
-        raise InvalidWeightsError(f"{subject} has indices or values that are not flat")
-    if len(indices) != len(values):
-        raise InvalidWeightsError(f"{subject} has {len(indices)} indices and {len(values)} values")
+    if indices.dim() != 1 or indices.shape != values.shape:
+        raise InvalidWeightsError(
+            f"{subject} has indices of shape {list(indices.shape)} and values of shape "
+            f"{list(values.shape)}: both must be flat, with one value for each index"
+        )
     indices, values = indices.detach().cpu(), values.detach().cpu()
     # torch has no isnan() for dtypes with one byte.
     numbers = values.float() if values.itemsize == 1 else values
