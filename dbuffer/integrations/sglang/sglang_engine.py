@@ -289,7 +289,6 @@ def follow(
     store: str | os.PathLike[str],
     *,
     pause: SglangPause = "keep",
-    api_key: str | None = None,
     **options: Any,
 ) -> Follower: ...
 

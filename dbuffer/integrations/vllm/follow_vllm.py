@@ -186,7 +186,6 @@ def follow(
     store: str | os.PathLike[str] | None = None,
     *,
     pause: PauseMode = "keep",
-    api_key: str | None = None,
     canary: Callable[[Any], str | None] | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Follower | LaunchedFollower: ...
