@@ -19,7 +19,12 @@ import pytest
 
 from tests.programs import torchrl_engines
 from tests.support.engines.tiny_models import make_model, make_tokenizer
-from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
+from tests.support.engines.vllm_engines import (
+    ANSWERS_TELL_VERSIONS,
+    NEEDS_VLLM,
+    environment,
+    observe,
+)
 from tests.support.soak import IN_SOAKS_ALONE
 
 with warnings.catch_warnings():
@@ -244,6 +249,7 @@ def test_nothing_at_any_address_is_said_once(tmp_path, has_local, caplog):
 # With engines.
 
 
+@ANSWERS_TELL_VERSIONS
 def test_engines_of_one_process_are_updated(tmp_path):
     observe(torchrl_engines.__file__, tmp_path)
 
