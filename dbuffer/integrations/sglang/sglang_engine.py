@@ -191,10 +191,8 @@ class ServerEngine(_Sglang, EngineServer):
         "it is no SGLang server, or its SGLang is too old (dbuffer is tested with 0.5.23)"
     )
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        EngineServer.__init__(self, url, api_key=api_key)
-        self._num_ranks = 1
-        self._has_paused = False
+    _num_ranks = 1
+    _has_paused = False
 
     def facts(self) -> EngineFacts:
         info = self._body(self.request("GET", "/server_info"))
@@ -239,9 +237,6 @@ class ServerEngine(_Sglang, EngineServer):
             # one.
             self.request("POST", "/end_weight_update", json={})
             self.request("POST", "/begin_weight_update", json=begin)
-
-    def is_paused(self) -> None:
-        """Return None, because SGLang has no route that tells whether the server is paused."""
 
     def pause(self, mode: PauseMode) -> None:
         self._has_paused = True
