@@ -128,7 +128,7 @@ class BackgroundFollower(Closing):
             follower.done()
 
     def stop(self) -> None:
-        """Begin to stop, without waiting. A dead engine is then no problem to log."""
+        """Begin to stop, without waiting. From now on, the end of the engine is not logged."""
         self._stop.set()
 
     def close(self) -> None:

@@ -158,7 +158,7 @@ class FollowedAdapter:
         return replace(label, newest_run=newest.id.run)
 
     def stop(self) -> None:
-        """Begin to stop, without waiting. A dead engine is then no problem to log."""
+        """Begin to stop, without waiting. From now on, the end of the engine is not logged."""
         self._stop.set()
         self._receiver.wake()
 

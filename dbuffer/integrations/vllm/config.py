@@ -140,7 +140,10 @@ def replicas_of(config: Any) -> list[int]:
 
 
 def cores_of(config: Any) -> list[int | None]:
-    """Return what names each independent replica to vLLM: None if the front end has only one."""
+    """Return the index of each independent replica, or None in place of the index of a single one.
+
+    `ask_core` calls all cores of the front end if it gets None.
+    """
     replicas = replicas_of(config)
     return [*replicas] if len(replicas) > 1 else [None]
 
