@@ -1,9 +1,9 @@
 """`RankEndpoint`: the object in each worker of an engine that answers a follower's requests.
 
 The endpoint must also notice if other code writes or discards the weights. So an integration calls
-`watch` for each engine function that does so. Functions that load weights run in the context
-manager `loading`, functions that put weights to sleep in `falling_asleep`, and functions that wake
-them in `waking_up`.
+`watch` for each engine function that does so. The function then runs in a context manager:
+`loading` if it loads weights, `falling_asleep` if it puts them to sleep, and `waking_up` if it
+wakes them.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class RankEndpoint:
 
         If all ranks follow the store already, they only write their receivers' records again.
 
-        ``takes_over``: whether to replace the options of a rank that follows with other ones. A
+        ``takes_over``: whether to do so even if a rank already follows with other options. A
         failure raises :class:`UnsupportedError` if a retry cannot help, else
         :class:`EngineUpdateError`.
         """

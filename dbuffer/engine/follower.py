@@ -87,9 +87,9 @@ _AFTER = {
 """State after each event, by the state before it.
 
 * ``known``: the ranks follow the store, and the engine's record is right about its weights;
-* ``lost``: it is uncertain whether the record is right;
+* ``lost``: it has become uncertain whether the record is right;
 * ``paused``: this follower began a pause;
-* ``resumed``: this follower has no pause to end.
+* ``resumed``: this follower's pause has ended, or is no longer this follower's to end.
 """
 
 

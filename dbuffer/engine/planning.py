@@ -152,7 +152,7 @@ class Planning:
                 self.enter(PlanState.MISSING)
 
     def is_alike(self, trace: LoadTrace) -> bool:
-        """Whether versions of another layout load in the same way, except for draft tensors.
+        """Whether versions of another layout are loaded as those of this one, apart from drafts.
 
         If not, loading them may change memory that this layout's copies do not write.
         """

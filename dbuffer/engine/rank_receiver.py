@@ -49,7 +49,8 @@ class _Offer(NamedTuple):
     """Result of the *prepare* phase on one rank, which the rank sends to all ranks."""
 
     version: int | None
-    """Number of the version that the rank has taken to load, or else of its model's version."""
+    """Number of the version that the rank is ready to load, or of its model's version if that is
+    recent enough."""
     id: str = ""
     problem: str | None = None
     unused: dict[str, str | None] = {}  # noqa: RUF012 - never changed
@@ -373,11 +374,12 @@ class RankReceiver:
         }
 
     def _recover(self, failure: str, staged: Staged) -> Staged:
-        """After a failed load, go back to the previous version on all ranks, and raise an error.
+        """After a failed load, make all ranks load equal weights again.
 
-        If the engine had no version of this store, go back to the weights of its start. If this
-        fails too, or the previous weights are unknown, load ``staged`` once more; if that works,
-        return ``staged`` and raise nothing.
+        First try the previous version or, if the engine had no version of this store, the weights
+        of its start. If this works, raise :class:`EngineUpdateError`. If it fails, or the previous
+        weights are unknown, load ``staged`` once more. If that works, return ``staged``. If not,
+        refuse to serve, and raise :class:`EngineBrokenError`.
         """
         attempts = [failure, "the engine's earlier weights are not a version of this store"]
         if not self._state.must_reload:

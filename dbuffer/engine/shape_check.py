@@ -29,7 +29,8 @@ from dbuffer.weights.targets import advice
 logger = logging.getLogger(__name__)
 
 _MAX_UNKNOWN = 500
-"""Largest number of unknown tensor names to look for. Loading starts again after each name."""
+"""Largest number of names to find that loaders do not know. A loader raises at the first unknown
+name, so finding each one takes another load."""
 
 
 class ShapeCheck:
@@ -267,7 +268,7 @@ class UnusedTensors:
         tensors, aliases = snapshot.tensors, snapshot.layout.aliases
         stored = {name: aliases.get(name, name) for pair in trace.twins.items() for name in pair}
         differing = {
-            name: f"{name} (it differs from {twin}, which the engine has in its place)"
+            name: f"{name} (it differs from {twin}, which the engine uses instead)"
             for name, twin in trace.twins.items()
             if stored[name] != stored[twin]
             and not same_bytes(tensors[stored[name]], tensors[stored[twin]])

@@ -147,8 +147,9 @@ class Layout:
     part_bytes: tuple[int, ...] = ()
     """Size of each part file in bytes. Empty if the weights file has all data."""
     pieces: tuple[Piece, ...] = ()
-    """Pieces of tensors in the part files, ordered by tensor, and then by offset in the tensor. If
-    parts were joined into one file, each piece still begins a block."""
+    """Pieces of tensors in the part files, ordered by tensor, and then by offset in the tensor.
+    Checksums are of blocks, and each piece begins a block, even if a mirror joins the parts into
+    one file."""
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec], aliases: dict[str, str] | None = None) -> Layout:

@@ -299,8 +299,8 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     """Time at which all ranks of an engine had compared their weights with the ``applied`` version
     and found them equal. None until then."""
     is_attestable: bool
-    """Whether the engine may still set ``attested_at``: its options let it compare its weights with
-    a version, and it has not finished comparing them with ``applied``."""
+    """Whether ``attested_at`` can still be set: the engine compares its weights with each version
+    that it applies, and has not finished this for the version ``applied``."""
     only_version: Count | None
     """Number of the only version that the engine serves, or None if the engine follows the newest
     version."""

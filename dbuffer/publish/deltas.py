@@ -104,7 +104,7 @@ class DeltaBase:
         since_anchor = self.manifest.since_anchor
         for record in store.receivers():
             if record.unreadable in since_anchor:
-                return f"{record.receiver} cannot read {record.unreadable}, which stands on deltas"
+                return f"{record.receiver} cannot read the deltas of version {record.unreadable}"
         return None
 
 

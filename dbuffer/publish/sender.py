@@ -180,9 +180,11 @@ class WeightSender(Publisher):
         metadata: dict[str, Any],
     ) -> PendingPublication:
         if source.stream is not None:
-            options.refuse("wait", False, "True with an iterator, which only your thread may run")
+            rule = "True if weights are an iterator, which only your thread may run"
+            options.refuse("wait", False, rule)
         if source.is_lazy:
-            options.refuse("wait", False, "True with lazy tensors, which only your thread may load")
+            rule = "True if weights have lazy tensors, which only your thread may load"
+            options.refuse("wait", False, rule)
         # Copy small tensors that need no gradient: a forward pass may write to them (BatchNorm).
         tensors = [
             tensor

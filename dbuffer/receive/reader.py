@@ -118,8 +118,8 @@ class VersionVerifier:
             return None
         if wrong:
             logger.warning(
-                "%s: reading version %d in full, because its deltas gave wrong values of %s: this "
-                "process changed the earlier version in memory",
+                "%s: reading version %d in full. With its deltas, %s is wrong, because this "
+                "process modified the earlier version in memory",
                 opened.name,
                 manifest.version,
                 listed(wrong),

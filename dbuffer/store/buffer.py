@@ -146,7 +146,7 @@ class DoubleBuffer:
         ]
         if not complete:
             return None
-        message = "%s has no %s: going by its manifests"
+        message = "%s has no %s: finding the newest version by the manifests of its buffers"
         log_once(logger, message, self.root, places.POINTER_FILE)
         # The earlier version has the lower generation: generations only go up, also across runs.
         return min(complete, key=lambda pointer: pointer.generation)

@@ -244,7 +244,7 @@ class WeightsSpec:
         )
 
     def addresses_of(self, named: Mapping[str, torch.Tensor]) -> list[int] | None:
-        """Return the addresses of plain tensors that fit this spec, or None if any does not."""
+        """Return the tensors' addresses, or None if a tensor does not fit, or is of a subclass."""
         tensors = named.values()
         with contextlib.suppress(RuntimeError):  # raised by tensors without shape or address
             # Shapes are compared one by one: a list of 18,000 shapes would start the garbage

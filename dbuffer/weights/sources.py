@@ -338,9 +338,9 @@ def _gatherable(
         return tensor
     if hasattr(type(tensor), "local_shards"):  # nearly every other access to it raises an error
         raise UnsupportedError(
-            f"tensor {name!r} is a ShardedTensor, from a state dict of FSDP1: shard with "
-            "fully_shard (FSDP2), pass a device_mesh to FSDP, which then makes DTensors, or set "
-            "StateDictType.FULL_STATE_DICT"
+            f"tensor {name!r} is a ShardedTensor, from a state dict of FSDP1. Shard with "
+            "fully_shard (FSDP2) or, with FSDP, pass a device_mesh, so that it makes DTensors, or "
+            "set StateDictType.FULL_STATE_DICT"
         )
     shard: Any = tensor
     is_zero3 = hasattr(tensor, "ds_shape")  # DeepSpeed's mark on a partitioned parameter

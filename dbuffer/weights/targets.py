@@ -156,8 +156,8 @@ class Matcher:
 def require_names(loaded: Mapping[str, int], names: Set[str], version: int) -> None:
     """Refuse a partial version that would leave a target with a mix of versions.
 
-    ``loaded`` maps the name of each tensor that the target already has to the first version that
-    had the tensor. ``names`` are the names in the new version.
+    ``loaded``: names of the tensors that were loaded into the target, each with the first version
+    that had the tensor. ``names``: names in the new version.
     """
     if lacking := sorted(loaded.keys() - names):
         lost = listed([f"{name!r} of version {loaded[name]}" for name in lacking], "; ")

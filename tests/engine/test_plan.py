@@ -1190,7 +1190,7 @@ def test_a_loader_that_comes_to_do_something_else_ends_the_plan(caplog):
 def test_loaders_that_want_all_tensors_are_not_asked_again(log):
     switched = Switched(lambda: Demanding(a=Layer(), b=Layer()), two_tensors())
     assert switched.switch_often(two_tensors) == PLANNED
-    assert sum("not compared with the plan for later" in message for message in log.messages) == 1
+    assert sum("are not checked for changed loaders" in message for message in log.messages) == 1
 
 
 @mapped_and_staged

@@ -187,7 +187,10 @@ def follow_first_version(server: Server, directory: Path) -> None:
     needed = {"X-Weight-Min-Version": "1"}
     refused = server.client.post("/v1/completions", json=question, headers=needed)
     assert refused.status_code == 409, refused.text
-    assert refused.json()["error"]["message"] == "this engine has version unknown, and not yet 1"
+    assert (
+        refused.json()["error"]["message"]
+        == "this engine has version unknown, and not yet version 1"
+    )
     assert server.status_of("GET", "/ready?min_version=1&model=one") == 503
     assert server.status_of("GET", "/ready") == 200
     with ThreadPoolExecutor(1) as pool:

@@ -207,7 +207,7 @@ async def require_versions(program: Program) -> None:
     response = await program.ask(path, body, unmet)
     assert response["retry after"] == "1"
     assert response["version"] == response["body"]["weights"]["version"] == "1"
-    assert "version 1, and not yet 2" in response["body"]["error"]["message"]
+    assert "version 1, and not yet version 2" in response["body"]["error"]["message"]
     status, body = await program.ready(min_version=2)
     [replica] = body["replicas"]
     assert (status, replica["version"]) == (UNAVAILABLE, "1")

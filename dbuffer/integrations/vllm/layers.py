@@ -276,7 +276,8 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         vLLM finishes a layer when it has counted as many loaded elements as the layer has. If the
         parts of a fused layer share a scale, vLLM counts the scale once for each part, and finishes
         the layer too early. A skipped tensor is accepted if its values were loaded before: a tied
-        tensor under its second name, or integers about packing, which are equal in all parts.
+        tensor under its second name, or integers that describe a quantized layer's packing, which
+        all parts of the layer have in common.
         """
         if not count or id(tensor) not in self._layers:
             return
@@ -285,9 +286,9 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         is_new = self.count_of(tensor) < _count_loadable(tensor)
         if counted >= total and (is_new or (is_part and tensor.is_floating_point())):
             raise WeightsMismatchError(
-                f"vLLM's reload would finish {prefix} before it loads this tensor, because the "
-                "layer's parts have more elements than the layer: only an engine's start can load "
-                "such a layer"
+                f"vLLM's reload would finish {prefix} before it loads this tensor: vLLM "
+                "counts loaded elements, and an element that parts of the layer share is counted "
+                "several times. Only an engine's start can load such a layer"
             )
         self._loaded_of_layer[prefix] = counted + min(count, _count_loadable(tensor))
 

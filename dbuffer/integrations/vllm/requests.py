@@ -48,9 +48,9 @@ def unmet_by(label: WeightLabel, min_version: int) -> str | None:
     """Return why an engine with this label must refuse a request, or None if it can serve."""
     newest_run = label.newest_run or label.run
     if label.run != newest_run:
-        return f"run {label.run}, and not run {newest_run}"
+        return f"run {label.run}, and not the newest run, {newest_run}"
     if label.number is None or label.number < min_version:
-        return f"version {label.version}, and not yet {min_version}"
+        return f"version {label.version}, and not yet version {min_version}"
     return None
 
 

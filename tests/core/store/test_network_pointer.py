@@ -47,7 +47,7 @@ def test_readers_go_by_the_manifests(store, sender, receiver, caplog):
     for _ in range(3):
         assert receiver.wait_for_version(timeout_s=0) == 3
         assert load(receiver) is None, "there is nothing newer, and nothing older is taken"
-    [line] = [r.message for r in caplog.records if "going by its manifests" in r.message]
+    [line] = [r.message for r in caplog.records if "by the manifests of its buffers" in r.message]
     assert str(store) in line
     with receiver.open() as snapshot:
         assert snapshot.version == SMALL.version_of(snapshot.tensors) == 3
