@@ -340,23 +340,21 @@ class Bucket(Closing):
             self.requests[kind] += 1
             try:
                 return action()
-            except FileNotFoundError as error:
-                if not any(code in str(error) for code in _NO_BUCKET):
+            except (self._errors.BaseError, FileNotFoundError, NotImplementedError) as error:
+                is_missing = isinstance(error, FileNotFoundError)
+                if is_missing and not any(code in str(error) for code in _NO_BUCKET):
                     raise StoreNotFoundError(f"there is no {self.name_of(name)}") from error
-                raise self._failure(kind, name, error) from error
-            except (self._errors.BaseError, NotImplementedError) as error:
-                failure = self._failure(kind, name, error)
-                is_generic = isinstance(error, self._errors.GenericError)
-                if not is_generic or _REFUSED.search(str(error)):
-                    raise failure from error
-                cause = error
+                failure, cause = self._failure(kind, name, error), error
             logger.debug("%s", failure)
             # The retries of a download's range take minutes, and the caller logs only the last
             # error. So log one earlier error here, after ``_ATTEMPTS`` attempts.
             if attempt == _ATTEMPTS < attempts:
                 log_once(logger, "trying again: %s", str(failure))
+            is_lasting = not isinstance(cause, self._errors.GenericError)
+            if is_lasting or _REFUSED.search(str(cause)) or attempt == attempts:
+                break
             # A random pause keeps many clients from retrying at the same time.
-            if attempt == attempts or self._stop.wait(pause_s * random.uniform(0.5, 1)):  # noqa: S311
+            if self._stop.wait(pause_s * random.uniform(0.5, 1)):  # noqa: S311
                 break
         raise failure from cause
 

@@ -8,19 +8,17 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
 from dbuffer.errors import StoreAccessError, StoreNotFoundError
 from dbuffer.format.lineage import Lineage, VersionId
-from dbuffer.format.manifest import Versioned, encode
+from dbuffer.format.manifest import Manifest, encode
 from dbuffer.format.objects import POINTER_OBJECT, BucketVersion
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors
 from dbuffer.mirror.bucket import Bucket, Tag
-from dbuffer.mirror.records import BucketRecords
 from dbuffer.receive.follow_loop import Followed
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store import filesystem
@@ -139,32 +137,24 @@ class OpenBucketVersion(OpenVersion):
 class BucketSource(Followed):
     """Bucket as a mirror's source: finds the newest version, and opens it for the mirror."""
 
-    reader: VersionVerifier
-
-    def __init__(self, bucket: Bucket, poll_interval_s: float, copier: Copier) -> None:
-        self.name = bucket.url
-        self._bucket = bucket
+    def __init__(
+        self, bucket: Bucket, receiver_id: str, poll_interval_s: float, copier: Copier
+    ) -> None:
+        self.record = OwnRecord(receiver_id)
+        self.reader = VersionVerifier(self.record, copier)
         self.poll_interval_s = poll_interval_s
-        self._copier = copier
+        self.bucket = bucket
         self._current = CurrentRecord(bucket)
         self._seen: BucketVersion | None = None
         self._is_woken = threading.Event()
 
-    def newest(self) -> Versioned | None:
-        version = newest_version(self._bucket)
-        return None if version is None else version.manifest
-
-    def open_receiver(self, name: str) -> Self:
-        self.record = OwnRecord(name)
-        self.reader = VersionVerifier(self.record, self._copier)
-        return self
-
-    def records(self, record: OwnRecord) -> BucketRecords:
-        return BucketRecords(self._bucket, record)
-
     @property
     def store(self) -> str:
-        return self._bucket.url
+        return self.bucket.url
+
+    def newest(self) -> Manifest | None:
+        version = newest_version(self.bucket)
+        return None if version is None else version.manifest
 
     @property
     def last_seen(self) -> Lineage | None:
@@ -187,7 +177,7 @@ class BucketSource(Followed):
         if version is None or (newer_than is not None and version.id.number <= newer_than):
             yield None
             return
-        with OpenBucketVersion(self._bucket, version) as opened:
+        with OpenBucketVersion(self.bucket, version) as opened:
             yield opened
 
     def follow_fork(self) -> None:
@@ -199,13 +189,12 @@ class BucketSource(Followed):
 
     def close(self) -> None:
         self.record.set(has_ended=True)
-        self._seen = None
 
     def _look(self) -> int | None:
         """Return the newest version's number, or None if there is none yet."""
         version = self._current.read()
         if version is None and self._seen is not None:
-            raise StoreNotFoundError(f"there is no {self._bucket.name_of(POINTER_OBJECT)}")
+            raise StoreNotFoundError(f"there is no {self.bucket.name_of(POINTER_OBJECT)}")
         if version is not None and version is not self._seen:
             if self._seen is not None:
                 require_successor(self.store, self._seen.manifest, version.manifest)

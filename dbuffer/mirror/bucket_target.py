@@ -35,20 +35,16 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
 from dbuffer.mirror.bucket import Bucket, Listed
 from dbuffer.mirror.bucket_source import CurrentRecord
+from dbuffer.mirror.ends import SWAPPED, OpenSourceVersion, Source, is_copy_of
 from dbuffer.mirror.records import ReceiversOfBucket
-from dbuffer.mirror.stores import (
-    SWAPPED,
-    OpenUpstream,
-    StoreSource,
-    Upstream,
-    UpstreamReceiver,
-    copy_deltas,
-)
+from dbuffer.mirror.store_target import copy_deltas
 from dbuffer.publish.publisher import Publication
 from dbuffer.receive.reader import read_whole
+from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.open_version import OpenStoreVersion
 
@@ -74,8 +70,8 @@ class BucketTarget:
     the newest version. The previous writer finds the new writer's token in the record, and stops.
     """
 
-    def __init__(self, bucket: Bucket, source: Upstream, copier: Copier) -> None:
-        assert isinstance(source, StoreSource)  # noqa: S101 - two buckets are refused
+    def __init__(self, bucket: Bucket, source: Source, copier: Copier) -> None:
+        assert isinstance(source, WeightReceiver)  # noqa: S101 - two buckets are refused
         self.name = bucket.url
         self.receivers = ReceiversOfBucket(bucket)
         self._bucket = bucket
@@ -87,66 +83,53 @@ class BucketTarget:
         self._last: BucketVersion | None = None
         """Newest version in the bucket, or None if any of its files may be missing."""
 
-    def elect(self) -> bool:
-        return True  # the mirror that was started last is the writer
-
-    def resign(self) -> None: ...
-
-    def is_removed(self) -> bool:
-        return False  # `check` finds missing objects
-
-    def is_fit(self) -> bool:
-        return True  # a bucket's readers are mirrors, which compare versions themselves
-
     def newest(self) -> Manifest | None:
-        """Return the manifest of the version that this mirror has put last, without a request."""
+        """Return the manifest of the bucket's newest version, without a request."""
         return None if self._last is None else self._last.manifest
 
-    def open(self) -> None:
-        """Become the bucket's writer, and supersede the previous writer."""
-        # Refuse a source that is itself a copy of this bucket. This mirror would supersede the
-        # mirror that puts the sender's versions into the bucket, and no new version would arrive.
-        if self._source.is_copy_of(self.name):
+    def take_over(self) -> None:
+        """Become, or stay, the bucket's writer, and check that the bucket has lost nothing.
+
+        Raises:
+            OptionError: the source is a copy of this bucket. This mirror would supersede the mirror
+                that puts the sender's versions into the bucket, and no new version would arrive.
+            WriterSupersededError, StoreAccessError, StoreCorruptError: see :meth:`_put_token`.
+        """
+        source = self._source.store
+        if is_copy_of(DoubleBuffer(source, allow_shared_store=True), self.name):
             raise OptionError(
-                f"{self._source.name} is a copy of {self.name}, so it cannot be copied back: "
-                f"{SWAPPED}"
+                f"{source} is a copy of {self.name}, so it cannot be copied back: {SWAPPED}"
             )
-        self._take_over()
+        self._put_token(self._last)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._bucket.close()
 
-    def copy(self, opened: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
+    def copy(self, opened: OpenSourceVersion) -> Publication:
         """Publish a copy of an open version in the bucket."""
         assert isinstance(opened, OpenStoreVersion)  # noqa: S101 - the source is a store
-        if self._last is None:
-            self._take_over()
         started, manifest = time.monotonic(), opened.manifest
-        with receiver.reader.reporting_unreadable(opened), opened.noticing_loss():
+        with self._source.reader.reporting_unreadable(opened), opened.noticing_loss():
             layout = opened.read_layout().joined
             # Without checksums, a delta cannot be verified after its transfer.
             last = self._last if manifest.checksums_xxh3 is not None else None
             base, weights = None if last is None else last.id, None
             deltas = copy_deltas(base, opened, layout, self.name, _read_delta)
             if self._needs_weights(deltas, layout):
-                weights = self._read_weights(opened, receiver, layout)
+                weights = self._read_weights(opened, layout)
             opened.require_unchanged()
         # The files are in memory: release the version, so that no sender waits for the upload.
         opened.close()
-        receiver.record.write(held=None)
+        self._source.record.write(held=None)
         version = self._put_files(manifest, deltas, weights, layout)
         if self._current.put(version):
             self._last = version
         else:  # another mirror has put a record, or the put's response was lost
-            self._take_over(version)
+            self._put_token(version)
         delta_bytes = sum(map(len, deltas.values()))
         return Publication.of(manifest.id, layout, started, delta_bytes or None)
 
-    def check(self) -> None:
-        """Check that the bucket holds the version that this mirror has put last."""
-        if self._last is not None:
-            self._take_over(self._last)
-
-    def _take_over(self, expected: BucketVersion | None = None) -> None:
+    def _put_token(self, expected: BucketVersion | None) -> None:
         """Put this mirror's token into the record of the newest version, and check the files.
 
         Raises:
@@ -251,7 +234,7 @@ class BucketTarget:
         return not is_within_limits([*sizes, *map(len, deltas.values())], layout.num_bytes)
 
     def _read_weights(
-        self, opened: OpenStoreVersion, receiver: UpstreamReceiver, layout: Layout
+        self, opened: OpenStoreVersion, layout: Layout
     ) -> tuple[memoryview, dict[str, Any]]:
         """Return a version's weights file, in memory, and the manifest fields that describe it.
 
@@ -262,7 +245,7 @@ class BucketTarget:
         _, checksums = read_whole(opened, self._copier, data, hashed=True)
         assert checksums is not None  # noqa: S101 - they were requested
         if opened.manifest.checksums_xxh3 is not None:
-            receiver.reader.verify(opened, layout, checksums)
+            self._source.reader.verify(opened, layout, checksums)
         raw = as_bytes(memory)
         starts = [*layout.offsets[1:], layout.checksums_offset]
         for offset, size, start in zip(layout.offsets, layout.sizes, starts, strict=True):

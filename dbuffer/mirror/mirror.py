@@ -1,10 +1,11 @@
 """`Mirror`: copies each newest version of a store or bucket into another store or bucket.
 
-A mirror retries each of its steps with backoff. It waits until it is elected, and then copies each
-newer version. If the target was removed, the mirror waits to be elected again. An
-`AcknowledgementRelay` copies acknowledgements from the target to the source in a separate thread:
-copying a version can take minutes, and meanwhile the sender must not presume that the target's
-receivers are dead.
+A mirror is one loop (`Mirror._mirror`). Each round is one attempt of one step: be elected, check
+the target, or wait for a version and copy it. A failed attempt is retried with backoff, and then
+source and target are compared anew. If the target was removed, the mirror waits to be elected
+again. An `AcknowledgementRelay` copies acknowledgements from the target to the source in a separate
+thread: copying a version can take minutes, and meanwhile the sender must not presume that the
+target's receivers are dead.
 """
 
 from __future__ import annotations
@@ -22,45 +23,35 @@ from dbuffer.errors import (
     ClosedError,
     NotReadyError,
     OptionError,
-    StoreCorruptError,
     WaitTimeoutError,
     WriterSupersededError,
 )
 from dbuffer.format.layout import digest
-from dbuffer.format.lineage import Relation, relation
+from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import Versioned, host_in_id
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.bucket_source import BucketSource
 from dbuffer.mirror.bucket_target import BucketTarget
-from dbuffer.mirror.records import AcknowledgementRelay
-from dbuffer.mirror.stores import (
-    OneStoreError,
-    StoreSource,
-    StoreTarget,
-    Upstream,
-    UpstreamReceiver,
-    state_of_senders,
-)
+from dbuffer.mirror.ends import OneStoreError, Source, has_source_at_local, require_two_ends
+from dbuffer.mirror.records import AcknowledgementRelay, BucketRecords, StoreRecords
+from dbuffer.mirror.store_target import StoreTarget
 from dbuffer.publish.publisher import Publication
 from dbuffer.receive.follow_loop import FollowLoop
+from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound, join
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.timing import TIMING
-from dbuffer.runtime.trouble import RetryLoop, log_once, message_of
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import Process
 from dbuffer.store.open_version import OvertakenError
-from dbuffer.store.records import OwnRecord
 
 logger = logging.getLogger(__name__)
 
 FINAL = (ClosedError, OptionError, WriterSupersededError)
 """Errors that end a mirror without a retry. Any error of ``on_copied`` also ends the mirror."""
-
-NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 
 
 def mirror_id(target: str) -> str:
@@ -121,52 +112,50 @@ class Mirror(Closing, ProcessBound):
         shared = options.flag("allow_shared_store", allow_shared_store)
         self._copier = copier = Copier(num_threads)
         source, target = _open_end("remote", remote), _open_end("local", local)
-        _require_two_ends(source, target)
+        require_two_ends(source, target)
         self._bucket = next((end for end in (source, target) if isinstance(end, Bucket)), None)
-        self._source: Upstream = (
-            BucketSource(source, poll_s, copier)
+        name = target.url if isinstance(target, Bucket) else str(target)
+        self._source: Source = (
+            BucketSource(source, mirror_id(name), poll_s, copier)
             if isinstance(source, Bucket)
-            else StoreSource(source, poll_s, copier.num_threads, allow_shared_store=shared)
+            else WeightReceiver(
+                source,
+                receiver_id=mirror_id(name),
+                poll_interval_s=poll_s,
+                num_threads=num_threads,
+                allow_shared_store=shared,
+            )
         )
+        self._source.record.count(copied=0.0, copied_bytes=0.0, copy_s=0.0, failures=0.0)
         self._target = (
             BucketTarget(target, self._source, copier)
             if isinstance(target, Bucket)
             else StoreTarget(target, self._source, copier, timeout_s, allow_shared_store=shared)
         )
         self._on_copied = on_copied
-        self._receiver: UpstreamReceiver | None = None
-        """Receiver that reads the source, or None while this mirror is not elected."""
+        self.on_current: Callable[[VersionId], None] | None = None
+        """Function that is called with the newest version's id if the target already has it."""
         self._relay: AcknowledgementRelay | None = None
-        self._record = OwnRecord("mirror")
-        """Status record of this mirror. Other processes see it once the mirror is elected."""
+        """Relay of acknowledgements, or None until there is a version to copy."""
         self._check_at = 0.0
-        self._published: int | None = None
-        """Number of the newest version of the source that the mirror need not copy again."""
-        self._problem: Exception | None = None
-        """Error of the last attempt to be elected, or None if the attempt raised no error."""
         self._is_fit = threading.Event()
         """Event that is set once the target has no version of an earlier start of the sender."""
         self._stop = threading.Event()
         self._starting = threading.Lock()
         """Lock that protects ``_stop`` and ``_thread``."""
         self._thread: threading.Thread | None = None
+        self.is_elected = False
+        """Whether this mirror is elected: it copies versions, and other mirrors stand by."""
+        self.version: int | None = None
+        """Number of the newest version that this mirror has copied, or has found in the local
+        store."""
         self.error: BaseException | None = None
         """Error that ended the mirror's thread, or None."""
 
     @property
-    def is_elected(self) -> bool:
-        """Whether this mirror is elected: it copies versions, and other mirrors stand by."""
-        return self._receiver is not None
-
-    @property
-    def version(self) -> int | None:
-        """Number of the newest version in the local store, or None if the store has no version."""
-        return self._published
-
-    @property
     def stats(self) -> dict[str, float]:
         """Totals: ``copied`` versions, ``copied_bytes``, ``copy_s`` (seconds), ``failures``."""
-        return {**NO_STATS, **self._record.current.stats}
+        return dict(self._source.record.current.stats)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -197,13 +186,11 @@ class Mirror(Closing, ProcessBound):
                 if self.error is not None:
                     raise self.error
                 break  # there is nothing to mirror
-            problem = self._problem
+            problem = self._source.record.current.problem
             if problem is None:  # another mirror is copying, which may take long
                 deadline = time.monotonic() + limit_s
             elif time.monotonic() > deadline:
-                raise WaitTimeoutError(
-                    f"receivers cannot use {self._target.name} yet: {message_of(problem)}"
-                ) from problem
+                raise WaitTimeoutError(f"receivers cannot use {self._target.name} yet: {problem}")
         return self
 
     def run(self, stop_event: threading.Event | None = None) -> None:
@@ -257,133 +244,129 @@ class Mirror(Closing, ProcessBound):
             # these methods, only the log shows the error.
             self.error = error
             if not is_awaited and self._is_fit.is_set():
-                logger.exception("the mirror of %s has ended", self._source.name)
+                logger.exception("the mirror of %s has ended", self._source.store)
         finally:
             try:
                 self._end()
             except Exception as error:
                 self.error = self.error or error
-                logger.exception("the mirror of %s could not be closed", self._source.name)
+                logger.exception("the mirror of %s could not be closed", self._source.store)
 
     def _mirror(self) -> None:
-        name = self._source.name
-        retry = RetryLoop(logger, failed=f"mirroring {name}: ", final=FINAL, stop=self._stop)
-        while not self._stop.is_set():
-            with retry.attempt():
-                self._elect()
-                retry.succeeded(f"mirroring {name}")
-            self._problem = retry.error
-            if self._receiver is not None:
-                self._follow(self._receiver)
-                continue
-            if retry.error is not None:
-                self._record.count(failures=1)
-                self._record.write_problem(retry.error, None)
-            self._stop.wait(TIMING.retry_min_s)
-
-    def _elect(self) -> None:
-        if self._target.elect():
-            self._receiver = self._source.open_receiver(mirror_id(self._target.name))
-            self._record = self._receiver.record
-            self._record.count(**NO_STATS)
-            self._is_fit.set()
-        elif self._target.is_fit() and not self._is_fit.is_set():
-            logger.info("another mirror copies into %s: standing by", self._target.name)
-            self._is_fit.set()
-
-    def _follow(self, receiver: UpstreamReceiver) -> None:
-        """Copy each newer version, until this mirror is closed or the target is removed."""
         stop = self._stop
-        retry = FollowLoop(receiver, "mirroring", logger, forked="follow", final=FINAL, stop=stop)
+        retry = FollowLoop(
+            self._source, "mirroring", logger, forked="follow", final=FINAL, stop=stop
+        )
         while not stop.is_set():
-            copied = None
+            copied = current = None
+            version = None if retry.is_failing else self.version
             with retry.attempt():
                 until_check_s = self._check_at - time.monotonic()
-                if until_check_s <= 0:
-                    self._check()
-                elif retry.wait(self._published, timeout_s=until_check_s) is not None:
-                    copied = self._copy_newest(receiver)
+                if not self.is_elected:
+                    self._elect()
                     retry.used()
+                elif until_check_s <= 0:
+                    self._check_at = time.monotonic() + TIMING.bucket_heartbeat_s
+                    if self._relay is not None:
+                        self._take_over()
+                elif retry.wait(version, timeout_s=until_check_s) is not None:
+                    copied = self._copy_newest()
+                    retry.used()
+                if self.on_current is not None and copied is None:
+                    newest = self._source.newest()
+                    current = newest if newest is not None and self._has(newest) else None
             if copied is not None:
                 if self._on_copied is not None:
                     self._on_copied(copied)
-                self._published = copied.version
+                self.version, self.on_current = copied.version, None
+            elif current is not None and self.on_current is not None:
+                self.on_current(current.id)
+                self.on_current = None
+            elif not self.is_elected:
+                stop.wait(TIMING.retry_min_s)
             elif retry.has_forked:
-                self._close_target()
-                self._published = None
-            elif self._target.is_removed():
+                self._close_relay()
+                self.version = None
+            elif isinstance(self._target, StoreTarget) and self._target.is_removed():
                 logger.warning("%s was removed: making it again", self._target.name)
-                self._close_ends()
-                self._published = None
-                return
+                self._close_target()
+                self.version = None
 
-    def _copy_newest(self, receiver: UpstreamReceiver) -> Publication | None:
+    def _elect(self) -> None:
+        target = self._target
+        # The mirror of a bucket that was started last is the writer: buckets have no election.
+        if isinstance(target, BucketTarget) or target.elect():
+            self._source.record.rename(mirror_id(self._target.name))
+            self.is_elected = True
+            self._is_fit.set()
+        elif target.is_fit() and not self._is_fit.is_set():
+            logger.info("another mirror copies into %s: standing by", self._target.name)
+            self._is_fit.set()
+
+    def _take_over(self) -> None:
+        if isinstance(self._target, BucketTarget):
+            self._target.take_over()
+
+    def _copy_newest(self) -> Publication | None:
         """Copy the newest version, or return None if it is already copied or was overwritten."""
+        source, target = self._source, self._target
         if self._relay is None:
-            self._target.open()
-            writer = self._source.records(receiver.record)
-            self._relay = AcknowledgementRelay(self._target.receivers, writer)
-        self._note_published(receiver)
-        with receiver.open_seen(self._published) as opened:
+            self._take_over()
+            writer = (
+                BucketRecords(source.bucket, source.record)
+                if isinstance(source, BucketSource)
+                else StoreRecords(source.store)
+            )
+            self._relay = AcknowledgementRelay(target.receivers, writer)
+        self._compare()
+        with source.open_seen(self.version) as opened:
             if opened is None:
                 return None
             try:
-                copied = self._target.copy(opened, receiver)
+                copied = target.copy(opened)
             except OvertakenError:
                 return None
-        receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
-        receiver.record.write(staged=copied.id, problem=None, problem_version=None)
+        source.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
+        source.record.write(staged=copied.id)
         return copied
 
-    def _note_published(self, receiver: UpstreamReceiver) -> None:
-        target, source = self._target.newest(), receiver.last_seen
-        if target is None or source is None or target.version == self._published:
+    def _compare(self) -> None:
+        """Set :attr:`version` to the newest version that need not be copied again, or to None."""
+        target, newest, record = self._target.newest(), self._source.last_seen, self._source.record
+        self.version = None
+        if target is None or newest is None:
             return
-        match relation(target.lineage, source):
+        match relation(target.lineage, newest):
             case Relation.BEHIND:
-                self._published = target.version
-                receiver.record.write(staged=target.id)
+                self.version = target.version
+                if record.current.staged != target.id:
+                    record.write(staged=target.id)
             case Relation.AHEAD:  # the source may have lost this version; copy the next version
                 log_once(
                     logger,
                     "%s went back to version %d, and %s has version %d: it stays, until more is "
                     "published",
-                    *(self._source.name, source.id.number, self._target.name, target.version),
+                    *(self._source.store, newest.id.number, self._target.name, target.version),
                 )
-                self._published = source.id.number
+                self.version = newest.id.number
 
-    def _check(self) -> None:
-        self._check_at = time.monotonic() + TIMING.bucket_heartbeat_s
-        try:
-            if self._relay is not None:
-                self._target.check()
-        except StoreCorruptError:
-            self._published = None
-            raise
-
-    def _close_ends(self) -> None:
-        # Close the mirror's receiver before the relay: then the last records that the relay writes
-        # show that this receiver has ended.
-        receiver, self._receiver = self._receiver, None
-        with contextlib.ExitStack() as ends:
-            ends.callback(self._target.resign)
-            ends.callback(self._close_target)
-            if receiver is not None:
-                receiver.close()
+    def _close_relay(self) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close()
 
     def _close_target(self) -> None:
-        relay, self._relay = self._relay, None
+        self.is_elected = False
         with contextlib.closing(self._target):
-            if relay is not None:
-                relay.close()
+            self._close_relay()
 
     def _end(self) -> None:
-        try:
-            self._close_ends()
-        finally:
-            self._copier.close()
-            if self._bucket is not None:
-                self._bucket.close()
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._copier.close)
+            ends.callback(self._close_target)
+            # Close the source before the relay: then the last records that the relay writes show
+            # that this mirror has ended.
+            self._source.close()
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
         """Wait until the local store has the version that is the remote store's newest now.
@@ -397,15 +380,14 @@ class Mirror(Closing, ProcessBound):
         """
         deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
         newest = self._source.newest()
-        if (receiver := self._receiver) is not None:
-            receiver.wake()
+        self._source.wake()
         while newest is not None and not self._has(newest):
             if self.error is not None:
                 raise self.error
             if time.monotonic() > deadline:
-                problem = self._record.current.problem
+                problem = self._source.record.current.problem
                 raise WaitTimeoutError(
-                    f"{self._target.name} did not catch up with {self._source.name} within "
+                    f"{self._target.name} did not catch up with {self._source.store} within "
                     f"{timeout_s:g} s" + ("" if problem is None else f": {problem}")
                 )
             time.sleep(TIMING.look_s)
@@ -435,7 +417,7 @@ class Mirror(Closing, ProcessBound):
         if pointer is None or not pointer.lineage.reaches(newest.id):
             return False
         is_copied_here = self.is_elected or self.error is not None
-        return not is_copied_here or (self._published or 0) >= newest.version
+        return not is_copied_here or (self.version or 0) >= newest.version
 
 
 def _open_end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:
@@ -445,22 +427,6 @@ def _open_end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:
     if checked.startswith("memory:"):
         options.refuse(name, place, "a bucket that outlives the mirror and its process")
     return Bucket(checked)
-
-
-def _require_two_ends(source: Path | Bucket, target: Path | Bucket) -> None:
-    if isinstance(source, Bucket) and isinstance(target, Bucket):
-        raise OptionError(
-            f"{source.url} and {target.url} are both buckets: one must be the directory of a store"
-        )
-    paths = [filesystem.real_path(end) for end in (source, target) if isinstance(end, Path)]
-    if len(paths) < 2:
-        return
-    if paths[0] == paths[1]:
-        raise OptionError(f"{source} and {target} are one directory: there is nothing to mirror")
-    if paths[0] in paths[1].parents or paths[1] in paths[0].parents:
-        raise OptionError(
-            f"one of {source} and {target} is inside the other: name a target outside of the source"
-        )
 
 
 def start_mirror(
@@ -489,13 +455,3 @@ def start_mirror(
     except BaseException:
         mirror.close()
         raise
-
-
-def has_source_at_local(remote: Path, local: Path) -> bool:
-    """Whether ``local`` is a sender's store, and no store exists at ``remote``.
-
-    If so, this process probably runs on the sender's host, where the sender's store is at
-    ``local``. ``remote`` is then the path of the same store on other hosts.
-    """
-    remote_store, store = (DoubleBuffer(p, allow_shared_store=True) for p in (remote, local))
-    return not remote_store.exists() and store.exists() and state_of_senders(store) is not None

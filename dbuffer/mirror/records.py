@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Collection
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from msgspec.structs import replace
@@ -46,9 +47,9 @@ ReceiverKey: TypeAlias = tuple[str, str]
 class StoreRecords:
     """Writer of relayed receivers' records into a store, one file per record."""
 
-    def __init__(self, store: DoubleBuffer) -> None:
-        self.name = str(store.root)
-        self._store = DoubleBuffer(store.root, allow_shared_store=True)
+    def __init__(self, root: Path) -> None:
+        self.name = str(root)
+        self._store = DoubleBuffer(root, allow_shared_store=True)
         self._files: dict[ReceiverKey, PublishedRecord] = {}
         self._touched_at = time.monotonic()
 
@@ -61,7 +62,14 @@ class StoreRecords:
         if not os.path.isdir(self._store.root / RECEIVERS_DIRECTORY):  # noqa: PTH112
             return
         for key, record in by_key.items():
-            self._update(self._files.setdefault(key, PublishedRecord(self._store, *key)), record)
+            file = self._files.setdefault(key, PublishedRecord(self._store, *key))
+            before = file.record
+            if before is not None and record == replace(before, updated_at=record.updated_at):
+                continue
+            with contextlib.suppress(StoreNotFoundError):  # the store is being removed
+                file.put(record)
+                if record.has_ended:
+                    file.close()
         if time.monotonic() - self._touched_at > TIMING.heartbeat_s:
             self._touched_at = time.monotonic()
             for file in self._files.values():
@@ -72,15 +80,6 @@ class StoreRecords:
         """Close the records' files, which stay in the store."""
         for file in self._files.values():
             file.close()
-
-    def _update(self, file: PublishedRecord, record: ReceiverRecord) -> None:
-        before = file.record
-        if before is not None and record == replace(before, updated_at=record.updated_at):
-            return
-        with contextlib.suppress(StoreNotFoundError):  # the store is being removed
-            file.put(record)
-            if record.has_ended:
-                file.close()
 
 
 class BucketRecords:

@@ -118,6 +118,10 @@ class OwnRecord(ProcessBound):
     def current(self) -> ReceiverRecord:
         return self._record
 
+    def rename(self, receiver_id: str) -> None:
+        """Change the receiver's id. The file under the earlier id, if any, is removed."""
+        self.set(receiver=receiver_id)
+
     def set(self, **changes: Any) -> None:
         with self._lock:
             self._record = _anew(self._record, **changes)
@@ -163,6 +167,10 @@ class RecordFile(OwnRecord):
     @property
     def path(self) -> Path:
         return self._store.record_path(self._record.receiver, self._record.token)
+
+    def rename(self, receiver_id: str) -> None:
+        self.remove()
+        super().rename(receiver_id)
 
     @property
     def is_open(self) -> bool:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dbuffer.mirror import stores as mirror_stores
+from dbuffer.mirror import mirror as mirrors
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.testing.waiting import TIMEOUT_S
 from tests.lab.guest import Guest
@@ -47,7 +47,7 @@ def mirror(connection: Connection, path: Path, local: Path, poll_interval_s: flo
 
 def mirror_looking(connection: Connection, path: Path, local: Path) -> None:
     """Say when it has looked once; mirror, and send each version with the looks until then."""
-    Looking.told, mirror_stores.WeightReceiver = connection, Looking
+    Looking.told, mirrors.WeightReceiver = connection, Looking
     with Mirror(
         path / "store",
         local,

@@ -40,7 +40,8 @@ from dbuffer.integrations.vllm.vllm_engine import (
     is_async,
     vllm_engine_of,
 )
-from dbuffer.mirror.mirror import Mirror, has_source_at_local
+from dbuffer.mirror.ends import has_source_at_local
+from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.publisher import Publication
 from dbuffer.publish.sender import WeightSender
 from dbuffer.receive.receiver import WeightReceiver

@@ -32,10 +32,12 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.io import chain_reader
 from dbuffer.mirror.bucket import Bucket
+from dbuffer.mirror.ends import state_of_senders
 from dbuffer.mirror.mirror import FINAL, Mirror, mirror_id, start_mirror
-from dbuffer.mirror.stores import StoreSource, StoreTarget, state_of_senders
+from dbuffer.mirror.store_target import StoreTarget
 from dbuffer.publish.publisher import Publication
 from dbuffer.receive.follow_loop import FollowLoop
+from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.liveness import Process
@@ -813,7 +815,7 @@ def test_a_copy_of_nothing_is_not_taken_for_the_newest(remote, local, source):
         one = quick(remote, local)
         stack.enter_context(meanwhile(one.run))
         stack.enter_context(one)  # closed first, so that its run ends if the test fails
-        until("it has looked", lambda: one._problem is not None)
+        until("it has looked", lambda: one.stats["failures"])
         publish(remote, 60)
         # A reader of the old copy would be told that the store was emptied.
         until("it is copied", lambda: one.version == 60)
@@ -941,17 +943,17 @@ def test_start_outlasts_a_failed_look_in_a_long_first_copy(remote, local, monkey
 @pytest.mark.timing(retry_min_s=0.02)
 def test_a_start_that_has_waited_in_vain_goes_on(remote, local, monkeypatch):
     """The source may answer later, so the mirror keeps trying after the time-out."""
-    newest_of = StoreSource.newest
+    newest_of = WeightReceiver.newest
 
     def fail(*_: object) -> None:
         raise dbuffer.StoreAccessError("the network is down")
 
     publish(remote, 1)
     with quick(remote, local) as one:
-        monkeypatch.setattr(StoreSource, "newest", fail)
+        monkeypatch.setattr(WeightReceiver, "newest", fail)
         with pytest.raises(dbuffer.WaitTimeoutError, match="the network is down"):
             one.start(0.1)
-        monkeypatch.setattr(StoreSource, "newest", newest_of)
+        monkeypatch.setattr(WeightReceiver, "newest", newest_of)
         arrives(one, local, 1)
         assert one.error is None
 
@@ -962,7 +964,9 @@ def test_two_remote_stores_do_not_share_a_local_one(remote, local, another):
     publish(another, 1)
     with quick(remote, local).start() as one:
         one.wait_until_current(TIMEOUT_S)
-        assert str(local) in refused(another, local, error=dbuffer.WaitTimeoutError)
+        message = refused(another, local, error=dbuffer.WaitTimeoutError)
+        assert f"the mirror of {local} follows {remote}: stop that mirror" in message
+        assert message.endswith(mirror_record(another).problem), "its sender is told, too"
         assert newest(local) == 50
 
 

@@ -43,7 +43,7 @@ def stores(remote: Path, local: Path) -> tuple[DoubleBuffer, DoubleBuffer]:
 @pytest.fixture
 def relay(stores: tuple[DoubleBuffer, DoubleBuffer]) -> Iterator[AcknowledgementRelay]:
     """Between the two."""
-    relay = AcknowledgementRelay(stores[0], StoreRecords(stores[1]))
+    relay = AcknowledgementRelay(stores[0], StoreRecords(stores[1].root))
     yield relay
     relay.close()
 

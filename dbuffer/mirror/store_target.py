@@ -1,4 +1,4 @@
-"""`StoreSource` and `StoreTarget`: the stores that a mirror copies from and into."""
+"""`StoreTarget`: the store that a mirror copies into."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeVar
 
 from dbuffer.errors import (
-    OptionError,
     StoreCorruptError,
     StoreFullError,
     StoreNotFoundError,
@@ -27,82 +26,26 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of, read_tensors
-from dbuffer.mirror.records import StoreRecords
+from dbuffer.mirror.ends import OpenSourceVersion, Source, require_no_sender, source_of_mirror
 from dbuffer.publish.draft import Draft
 from dbuffer.publish.part import Part
 from dbuffer.publish.publisher import Publication
 from dbuffer.ranks.world import World
-from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.runtime import options
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer, require_own_directory
-from dbuffer.store.filesystem import Descriptor, is_locked
+from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.open_version import OpenStoreVersion, open_newest
-from dbuffer.store.records import OwnRecord
 from dbuffer.store.writer import BufferWriter
-
-if TYPE_CHECKING:
-    from dbuffer.mirror.bucket_source import BucketSource, OpenBucketVersion
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-SWAPPED = "did you swap source and target? If not, name another target"
-
-
-class StoreSource:
-    """Store that a mirror copies versions from."""
-
-    def __init__(
-        self, root: Path, poll_interval_s: float, num_threads: int, *, allow_shared_store: bool
-    ) -> None:
-        self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
-        self.name = str(root)
-        self._new_receiver = functools.partial(
-            WeightReceiver,
-            root,
-            poll_interval_s=poll_interval_s,
-            num_threads=num_threads,
-            allow_shared_store=allow_shared_store,
-        )
-
-    def newest(self) -> Pointer | None:
-        return self.store.newest_pointer() if self.store.exists() else None
-
-    def is_copy_of(self, url: str) -> bool:
-        """Whether the newest version comes from the bucket at ``url``, through one or more mirrors.
-
-        This host can follow a chain of mirrors only as far as it can read their targets.
-        """
-        store, roots = self.store, set[Path]()
-        while store.root not in roots:
-            roots.add(store.root)
-            pointer = store.undamaged_pointer()
-            manifest = None if pointer is None else store.undamaged_manifest(pointer.buffer)
-            if manifest is None or not manifest.is_copy:
-                return False
-            source = _source_of_mirror(store)
-            if source is None or options.is_url(source):
-                return source == url
-            store = DoubleBuffer(source, allow_shared_store=True)
-        return False
-
-    def open_receiver(self, name: str) -> WeightReceiver:
-        return self._new_receiver(receiver_id=name)
-
-    def records(self, record: OwnRecord) -> StoreRecords:  # noqa: ARG002 - `WeightReceiver` writes it
-        return StoreRecords(self.store)
-
-
-Upstream: TypeAlias = "StoreSource | BucketSource"
-UpstreamReceiver: TypeAlias = "WeightReceiver | BucketSource"
-OpenUpstream: TypeAlias = "OpenStoreVersion | OpenBucketVersion"
 
 
 def copy_deltas(
     last: VersionId | None,
-    opened: OpenUpstream,
+    opened: OpenSourceVersion,
     layout: Layout,
     target: str,
     copy: Callable[[VersionId, Path | str, Descriptor], T],
@@ -130,10 +73,6 @@ def copy_deltas(
     return copied
 
 
-class OneStoreError(OptionError):
-    """Source and target of a mirror are one store, seen through two mounts."""
-
-
 class StoreTarget:
     """Store that a mirror publishes in.
 
@@ -144,7 +83,7 @@ class StoreTarget:
     def __init__(
         self,
         root: Path,
-        source: Upstream,
+        source: Source,
         copier: Copier,
         reader_timeout_s: float,
         *,
@@ -181,11 +120,9 @@ class StoreTarget:
             OptionError: a sender publishes in the target, or the target is the source.
             WaitTimeoutError: the target has versions, but the source has no version.
         """
-        if self._lock is not None:
-            return True
         root = self._store.root
         if self._store.exists():
-            self._require_other_role()
+            require_no_sender(self._source, self._store)
         filesystem.make_directory(root, parents=True)
         require_own_directory(root)
         self._store.check()
@@ -194,28 +131,22 @@ class StoreTarget:
         )
         if lock is None:
             return False
+        self._lock = lock
         try:
             self._require_source()
+            self._writer = self._new_writer()
             if self._has_forked():
                 # Withdraw the target's versions, so that no reader loads one from a replaced run.
-                logger.warning(
-                    "%s: withdrawing versions that forked from %s", root, self._source.name
-                )
-                with contextlib.closing(self._new_writer()) as writer:
-                    writer.withdraw()
+                message = "%s: withdrawing versions that forked from %s"
+                logger.warning(message, root, self._source.store)
+                self._writer.withdraw()
         except BaseException:
-            lock.close()
+            self.close()
             raise
-        self._lock = lock
         with contextlib.suppress(OSError):  # such as a full disk; mirrors can do without the name
             os.ftruncate(lock.number, 0)
-            filesystem.write_at(lock.number, 0, os.fsencode(self._source.name))
+            filesystem.write_at(lock.number, 0, os.fsencode(self._source.store))
         return True
-
-    def resign(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
 
     def is_removed(self) -> bool:
         """Whether the target was removed since this mirror was elected."""
@@ -233,33 +164,30 @@ class StoreTarget:
         """
         if not self._has_forked():
             return True
-        source = _source_of_mirror(self._store)
-        if source == self._source.name:
+        source = source_of_mirror(self._store)
+        if source == str(self._source.store):
             message = "waiting until the mirror of %s has replaced versions that forked from %s"
             log_once(logger, message, self.name, source)
             return False
         raise WaitTimeoutError(
             f"{self.name} holds a version that does not lead to the newest version of "
-            f"{self._source.name}, and the mirror of {self.name} follows {source}: stop that "
+            f"{self._source.store}, and the mirror of {self.name} follows {source}: stop that "
             "mirror, or name another directory"
         )
 
-    def open(self) -> None:
-        self._require_other_role()
-        if self._writer is None:
-            self._writer = self._new_writer()
-
     def close(self) -> None:
+        """Stop writing, and let another mirror be elected."""
         self._mappings.clear()
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        opened = self._writer, self._lock
+        self._writer = self._lock = None
+        for each in opened:
+            if each is not None:
+                each.close()
 
-    def check(self) -> None: ...  # while this mirror has the lock, no other process writes
-
-    def copy(self, opened: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
+    def copy(self, opened: OpenSourceVersion) -> Publication:
+        """Publish a copy of an open version in the store."""
         writer = self._writer
-        assert writer is not None  # noqa: S101 - `open` was called
+        assert writer is not None  # noqa: S101 - this mirror is elected
         started, manifest = time.monotonic(), opened.manifest
         if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
             with opened.noticing_loss():
@@ -277,11 +205,11 @@ class StoreTarget:
             is_mapped=writer.medium.maps_files,
             hashed=hashed,
         )
-        with receiver.reader.reporting_unreadable(opened), draft:
+        with self._source.reader.reporting_unreadable(opened), draft:
             draft.begin(writer, manifest.lineage)
             with opened.noticing_loss():
-                checksums = self._fill(draft, opened, receiver, remote)
-                receiver.reader.verify(opened, layout, checksums)
+                checksums = self._fill(draft, opened, remote)
+                self._source.reader.verify(opened, layout, checksums)
             opened.require_unchanged()
             chain, delta_bytes = self._copy_deltas(opened, draft)
             draft.commit(
@@ -289,9 +217,7 @@ class StoreTarget:
             )
         return Publication.of(manifest.id, layout, started, delta_bytes or None)
 
-    def _fill(
-        self, draft: Draft, opened: OpenUpstream, receiver: UpstreamReceiver, remote: Layout
-    ) -> list[int] | None:
+    def _fill(self, draft: Draft, opened: OpenSourceVersion, remote: Layout) -> list[int] | None:
         """Fill a draft with an open version; return the tensors' checksums if the version has any.
 
         Only deltas are read if the version has checksums and if deltas lead from a version in the
@@ -299,7 +225,7 @@ class StoreTarget:
         """
         if draft.is_mapped and opened.manifest.checksums_xxh3 is not None:
             since = self._put_earlier(draft, opened)
-            checksums = receiver.reader.apply_changes(draft.mapped, since, opened)
+            checksums = self._source.reader.apply_changes(draft.mapped, since, opened)
             if checksums is not None:
                 return checksums
         copier, hashed = self._copier, draft.hashed and draft.is_mapped
@@ -317,7 +243,7 @@ class StoreTarget:
         draft.write(range(len(memory.views)), memory.views)
         return draft.finish_parts(World())
 
-    def _put_earlier(self, draft: Draft, opened: OpenUpstream) -> VersionId | None:
+    def _put_earlier(self, draft: Draft, opened: OpenSourceVersion) -> VersionId | None:
         """Return the version in the draft's file, or None if the file has no undamaged version.
 
         If deltas lead to the source's version from the target's newest version, but not from the
@@ -339,7 +265,7 @@ class StoreTarget:
                 return newest.manifest.id
         return None
 
-    def _copy_deltas(self, opened: OpenUpstream, draft: Draft) -> tuple[list[VersionId], int]:
+    def _copy_deltas(self, opened: OpenSourceVersion, draft: Draft) -> tuple[list[VersionId], int]:
         """Copy the deltas that lead from the target's newest version to the open version.
 
         Return the versions of the copy's chain, and the size of the copied deltas.
@@ -384,57 +310,7 @@ class StoreTarget:
         if any(store.may_live(record) for record in store.receivers()):
             return
         raise WaitTimeoutError(
-            f"{self.name} holds versions of an earlier run, and {self._source.name} holds no "
+            f"{self.name} holds versions of an earlier run, and {self._source.store} holds no "
             "version yet: check the source's name; if it is right, name another target, or remove "
             "this one (unless a version in it is pinned)"
         )
-
-    def _require_other_role(self) -> None:
-        if isinstance(self._source, StoreSource):
-            remote, local = self._source.store.undamaged_writer(), self._store.undamaged_writer()
-            if remote is not None and local is not None and local.token == remote.token:
-                raise OneStoreError(
-                    f"{self._source.name} and {self.name} are one store under two names: there is "
-                    "nothing to mirror"
-                )
-        of_sender = state_of_senders(self._store)
-        if of_sender is not None:
-            raise OptionError(
-                f"{self.name} {of_sender}, so {self._source.name} cannot be copied into it: "
-                f"{SWAPPED}"
-            )
-
-
-def _source_of_mirror(store: DoubleBuffer) -> str | None:
-    """Return the source of the mirror that was elected last for a store, or None if unknown."""
-    with contextlib.suppress(OSError):
-        return os.fsdecode((store.root / places.MIRROR_LOCK_FILE).read_bytes()) or None
-    return None
-
-
-def state_of_senders(local: DoubleBuffer) -> str | None:
-    """Return words such as "is open for writing by a sender", or None if no sender uses a store."""
-    pointer = local.undamaged_pointer()
-    manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
-    if manifest is not None and not manifest.is_copy:
-        return f"holds version {manifest.version}, which a sender published there"
-    return "is open for writing by a sender" if _has_sender(local) else None
-
-
-def _has_sender(local: DoubleBuffer) -> bool:
-    """Whether a sender, not a mirror, has the writer's lock.
-
-    A mirror holds the store's mirror lock whenever it holds the writer's lock. A sender holds only
-    the writer's lock. So this function shares the mirror lock first: once it has the lock, no
-    mirror holds either lock, and only a sender can hold the writer's lock.
-    """
-    writers = local.root / places.WRITER_LOCK_FILE
-    mirrors = local.root / places.MIRROR_LOCK_FILE
-    try:
-        lock = filesystem.share_lock(mirrors)
-    except StoreNotFoundError:  # look again if a mirror makes its lock's file now
-        return is_locked(writers) and (not mirrors.exists() or _has_sender(local))
-    if lock is None:
-        return False
-    with lock:
-        return is_locked(writers)
