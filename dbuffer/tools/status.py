@@ -16,7 +16,7 @@ from dbuffer.format.manifest import (
     Versioned,
     WriterRecord,
 )
-from dbuffer.format.places import BUFFERS, is_kept
+from dbuffer.format.places import BUFFERS, MIRROR_LOCK_FILE, is_kept
 from dbuffer.store.buffer import Contents, DoubleBuffer
 from dbuffer.store.kept import is_pinned
 
@@ -44,7 +44,7 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
             for record in records
         ],
         problems=[f"version {pointer.version} {refusal}"] if pointer and refusal else [],
-        writer=None if writer is None else _writer_status(store, writer),
+        writer=None if writer is None else _writer_status(store, writer, manifest),
     )
 
 
@@ -60,13 +60,13 @@ def make_status(
 ) -> dict[str, Any]:
     """Return the status of a store or bucket, from the statuses of its parts.
 
-    Problems of the sender, the buffers and the receivers are added to ``problems``.
+    Problems of the writer, the buffers and the receivers are added to ``problems``.
     """
     killed = []
     if writer is not None and not (writer["is_alive"] or writer["was_closed"]):
         killed = [
-            f"the sender, process {writer['pid']} on {writer['host']}, ended without closing the "
-            "store: killed?"
+            f"the {writer['role']}, process {writer['pid']} on {writer['host']}, ended without "
+            "closing the store: killed?"
         ]
     damaged = [
         f"buffer {buffer['buffer']} is damaged: see `dbuffer verify {store}`"
@@ -90,9 +90,13 @@ def make_status(
     }
 
 
-def _writer_status(store: DoubleBuffer, writer: WriterRecord) -> dict[str, Any]:
+def _writer_status(
+    store: DoubleBuffer, writer: WriterRecord, newest: Manifest | None
+) -> dict[str, Any]:
     was_closed = store.was_closed(writer)
+    is_target = (store.root / MIRROR_LOCK_FILE).exists()
     return {
+        "role": "mirror" if is_target and (newest is None or newest.is_copy) else "sender",
         "host": writer.host,
         "pid": writer.pid,
         "epoch": writer.epoch,

@@ -106,8 +106,8 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
     newest = "nothing published yet" if version is None else f"version {version}"
     title = f"{status['store']} ({status['filesystem']}): {newest}"
     if writer is not None:
-        process = f"pid {writer['pid']} on {writer['host']}"
-        title += f"; sender {process}" if writer["is_alive"] else f"; no sender (last: {process})"
+        role, process = writer["role"], f"pid {writer['pid']} on {writer['host']}"
+        title += f"; {role} {process}" if writer["is_alive"] else f"; no {role} (last: {process})"
     parts = list(map(line, [title, *status["problems"]]))
     if status["buffers"]:
         parts.append(table(status["buffers"], *_BUFFER))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import progress
 
 if TYPE_CHECKING:
+    from dbuffer.format.lineage import VersionId
     from dbuffer.mirror.mirror import Mirror
     from dbuffer.publish.publisher import Publication
 
@@ -49,16 +50,25 @@ def mirror(
     Start one mirror on each node. If a node has several mirrors, one mirror copies and the
     others stand by. You can stop and start a mirror at any time, and a mirror can copy from another
     mirror's target.
+
+    With --count, a version that TARGET already has when the command starts counts as copied.
     """
     remote, local = shared.parse_place(source), shared.parse_place(target)
-    num_copied = 0
+    num_shown = 0
+
+    def show(version: Any, text: str) -> None:
+        nonlocal num_shown
+        shared.show(version, text, as_json=as_json)
+        num_shown += 1
+        if num_shown == count:
+            stop.set()
 
     def report(copied: Publication) -> None:
-        nonlocal num_copied
-        shared.show(copied, shared.describe_copy(copied), as_json=as_json)
-        num_copied += 1
-        if num_copied == count:
-            stop.set()
+        show(copied, shared.describe_copy(copied))
+
+    def report_current(version: VersionId) -> None:
+        unknown = dict.fromkeys(("num_tensors", "num_bytes", "duration_s", "delta_bytes"))
+        show({"id": version, **unknown}, f"version {version.number}: {target} already has it")
 
     with shared.stopped_by_signals() as stop, progress(f"mirroring {remote}"):
         copying = dbuffer.Mirror(
@@ -69,6 +79,8 @@ def mirror(
             on_copied=report,
         )
         with copying:
+            if count is not None:
+                copying.on_current = report_current
             if metrics_port is not None:
                 _serve_metrics(copying, metrics_port)
             copying.run(stop)

@@ -1089,6 +1089,40 @@ def test_the_command_copies_and_ends(remote, local, command):
     assert_tidy(local)
 
 
+@pytest.mark.parametrize("is_elected", [True, False], ids=["alone", "beside another mirror"])
+def test_the_command_counts_a_version_that_the_target_has(remote, local, command, is_elected):
+    """It ends at once if its copy is current, and the next version ends one that waits for two."""
+    publish(remote, 1)
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(quick(remote, local).start())
+        one.wait_until_current(TIMEOUT_S)
+        if is_elected:
+            one.close()
+        for options, expected in ((), "version 1: "), (("--json",), '{"version": 1, "run": '):
+            with command(remote, local, "--count", 1, *options) as process:
+                code, out, _ = process.communicate()
+            assert code == 0
+            assert out.startswith(expected)
+            assert f"{local} already has it" in out or json.loads(out)["num_bytes"] is None
+        if is_elected:
+            with command(remote, local, "--count", 2) as process:
+                assert "already has it" in process.line(0)
+                publish(remote, 2)
+                code, out, _ = process.communicate()
+            assert (code, newest(local)) == (0, 2)
+
+
+def test_status_says_that_a_mirror_writes_its_target(remote, local, capsys):
+    publish(remote, 1)
+    with quick(remote, local).start() as one:
+        one.wait_until_current(TIMEOUT_S)
+        code, out, _ = call(capsys, "status", local)
+        assert (code, "; mirror pid" in out, "sender" in out) == (0, True, False)
+    code, out, _ = call(capsys, "status", local)
+    assert (code, "; no mirror (last: pid" in out) == (0, True)
+    assert "; no sender (last: pid" in call(capsys, "status", remote)[1]
+
+
 def test_a_version_is_not_published_again_where_its_commit_failed_too_late(
     remote, local, network, monkeypatch
 ):
