@@ -161,12 +161,8 @@ class Layout:
         return cls(specs, tuple(offsets), dict(aliases or {}))
 
     @cached_property
-    def names(self) -> frozenset[str]:
-        return frozenset(spec.name for spec in self.specs)
-
-    @cached_property
     def all_names(self) -> frozenset[str]:
-        return self.names | self.aliases.keys()
+        return frozenset(self.indices.keys() | self.aliases.keys())
 
     @cached_property
     def target(self) -> Layout:

@@ -20,7 +20,6 @@ from msgspec import Meta
 
 from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.lineage import (
-    MAX_NUMBER,
     MAX_RUNS,
     Count,
     Lineage,
@@ -57,8 +56,6 @@ MAX_RECORD_BYTES = 1 << 20
 MAX_APPLIED_METADATA_BYTES = 1024
 """Largest size of a version's metadata, as JSON, that a receiver's record repeats in full. Each
 acknowledgement writes the record again, and a waiting sender reads the records of all receivers."""
-
-MAX_INTEGER = MAX_NUMBER
 
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _MIRROR_ID = re.compile(r"mirror-.*-[0-9a-f]{16}")
@@ -472,19 +469,15 @@ def made_of(kind: type[RecordT], values: Any) -> RecordT:
         raise StoreCorruptError(f"{kind.NAME}: {error!s:.200}") from None
 
 
-def decode(kind: type[RecordT], data: bytes) -> RecordT:
-    """Decode and check a record. Raise one of the `UNDECODABLE` errors if the data is bad."""
-    return made_of(kind, parse_object(data, kind.NAME))
-
-
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text:.40} is not a finite number")
     return number
 
 
-def parse_object(data: bytes, name: str) -> dict[str, Any]:
-    """Parse a record's JSON object, check its ``format``, and return the other fields."""
+def decode(kind: type[RecordT], data: bytes) -> RecordT:
+    """Decode and check a record. Raise one of the `UNDECODABLE` errors if the data is bad."""
+    name = kind.NAME
     try:
         # Don't use msgspec's parser, which refuses lone surrogates: names of tensors can have them.
         # Python's parser accepts numbers that JSON does not have, such as NaN: refuse them.
@@ -500,4 +493,4 @@ def parse_object(data: bytes, name: str) -> dict[str, Any]:
             f"{name}: format {number!r:.40}, and this dbuffer reads format {FORMAT}; "
             "use the same version of dbuffer at both ends"
         )
-    return values
+    return made_of(kind, values)

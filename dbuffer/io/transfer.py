@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from dbuffer.errors import StoreAccessError, StoreCorruptError
-from dbuffer.format.layout import BLOCK_BYTES, SPAN_BYTES, Layout, Span
+from dbuffer.format.layout import SPAN_BYTES, Layout, Span, TensorSpec
 from dbuffer.format.places import part_path
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import (
@@ -100,32 +100,26 @@ def write_tensor(
     file: Descriptor,
     path: Path,
     offset: int,
+    spec: TensorSpec,
     source: torch.Tensor,
-    dtype: torch.dtype,
     *,
     hashed: bool,
 ) -> list[int]:
-    """Write a tensor at ``offset``, cast to ``dtype``; return its blocks' digests if ``hashed``."""
-    digests: list[int] = []
+    """Write a tensor at ``offset``, cast to its spec's dtype.
+
+    Return the digests of the tensor's blocks if ``hashed``, else zeros.
+    """
+    layout = Layout.of([spec])
+    digests = [0] * len(layout.blocks)
     with filesystem.os_errors("write a tensor", path):
-        for data in _spans_of(source, dtype):
-            filesystem.write_at(file.number, offset, data)
-            offset += data.nbytes
+        for span, data in _fill_spans(layout, [source], layout.spans):
+            # Leave out the padding: at the file's end, the file would get too long.
+            filesystem.write_at(
+                file.number, offset + span.start, data[: spec.num_bytes - span.start]
+            )
             if hashed:
-                starts = range(0, data.nbytes, BLOCK_BYTES)
-                digests += [xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) for at in starts]
-    return digests or [DIGEST_OF_NOTHING]
-
-
-def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, cast to ``dtype``, span by span. All spans share one buffer."""
-    # Each span is copied: the trainer may change its tensor between the write and the hash.
-    elements = source.detach().reshape(-1)
-    step = SPAN_BYTES // dtype.itemsize
-    memory = torch.empty(min(step, elements.numel()), dtype=dtype)
-    for first in range(0, elements.numel(), step):
-        part = elements[first : first + step]
-        yield as_bytes(memory[: part.numel()].copy_(part).view(torch.uint8))
+                _hash_span(layout, span, data, digests)
+    return digests
 
 
 def chunks_of(file: Descriptor, path: Path | str) -> Iterator[bytes]:
@@ -191,9 +185,10 @@ def _fill_spans(
 ) -> Iterator[tuple[Span, memoryview]]:
     """Yield each span with its bytes as the file holds them.
 
-    The next span overwrites these bytes.
+    The next span overwrites these bytes. They are a copy, because the trainer may change its tensor
+    between the write and the hash.
     """
-    room = torch.empty(2 * SPAN_BYTES, dtype=torch.uint8)
+    room = torch.empty(max((span.end - span.start for span in spans), default=0), dtype=torch.uint8)
     flat_of, flat = -1, torch.empty(0)
     for span in spans:
         memory = room[: span.end - span.start].zero_()  # padding is written too

@@ -21,7 +21,6 @@ from dbuffer.format.places import part_path
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import any_on_gpu
 from dbuffer.io.tensors import (
-    DTYPES,
     FileTensors,
     KeptMappings,
     MappedTensors,
@@ -211,8 +210,7 @@ class Draft:
     def _write_tensor(
         self, file: Descriptor, number: int, spec: TensorSpec, offset: int, tensor: torch.Tensor
     ) -> None:
-        dtype = DTYPES[spec.dtype]
-        digests = write_tensor(file, self.path, offset, tensor, dtype, hashed=self.hashed)
+        digests = write_tensor(file, self.path, offset, spec, tensor, hashed=self.hashed)
         if spec.num_bytes:
             self._digests[number] = digests
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from dbuffer import errors
-from dbuffer.format.lineage import Lineage
-from dbuffer.format.manifest import MAX_INTEGER
+from dbuffer.format.lineage import MAX_NUMBER, Lineage
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop, message_of
@@ -234,7 +233,7 @@ class FollowLoop(RetryLoop):
         """Wait until the backoff ends, or a version newer than the failed one is published."""
         if self.failed_version is not None:
             # If the caller waits for one exact version, a newer one does not end the backoff.
-            above = MAX_INTEGER if self._is_exact else max(self.failed_version, newer_than or 0)
+            above = MAX_NUMBER if self._is_exact else max(self.failed_version, newer_than or 0)
             return self._receiver.wait_for_version(above, left_s, interrupt)
         if not interrupt.wait(left_s):
             # The last attempt could not read the store. If reading works now, the failure is over:

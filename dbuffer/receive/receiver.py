@@ -20,9 +20,8 @@ from torch import nn
 
 from dbuffer import errors
 from dbuffer.format.layout import Layout
-from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.format.lineage import MAX_NUMBER, Lineage, VersionId
 from dbuffer.format.manifest import (
-    MAX_INTEGER,
     Manifest,
     Pointer,
     host_in_id,
@@ -408,7 +407,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
             VersionError: ``version`` was not published.
         """
         self._check_open()
-        options.whole_number("version", version, at_most=MAX_INTEGER)
+        options.whole_number("version", version, at_most=MAX_NUMBER)
         if self._pointer is None or self._pointer.version < version:
             self._look()
         goal = None if self._pointer is None else self._pointer.lineage.at(version)
@@ -551,7 +550,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         part = _part_of(layout, draft=draft)
         if callable(target) and not isinstance(target, nn.Module | Mapping):
             tensors = self.reader.read(opened)
-            self._remember_names(opened, part.names, partial)
+            self._remember_names(opened, part.indices.keys(), partial)
             # Clone each tensor: the target may keep it, but later versions overwrite its memory.
             views = SnapshotTensors(tensors.data, part)
             pairs = ((name, tensor.clone()) for name, tensor in views.items())

@@ -24,8 +24,16 @@ import torch
 
 from dbuffer import errors
 from dbuffer.format.layout import Layout
-from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, number_of, relation
-from dbuffer.format.manifest import MAX_INTEGER, Pointer
+from dbuffer.format.lineage import (
+    MAX_NUMBER,
+    Lineage,
+    Relation,
+    VersionId,
+    describe_fork,
+    number_of,
+    relation,
+)
+from dbuffer.format.manifest import Pointer
 from dbuffer.io.devices import PageLock, fork_streams, free_on
 from dbuffer.io.tensors import new_memory
 from dbuffer.receive.follow_loop import FollowLoop, Forked
@@ -636,7 +644,7 @@ class Stager(ProcessBound):
         if self._version is None:
             return max((version.number for version in versions), default=None), None
         if staged in versions and staged.number == self._version:
-            return MAX_INTEGER, None  # stage nothing, unless the store forks
+            return MAX_NUMBER, None  # stage nothing, unless the store forks
         return None, self._version
 
     def _chosen(self, newest: int, newer_than: int | None) -> tuple[int | None, VersionId | None]:

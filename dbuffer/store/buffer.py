@@ -14,9 +14,15 @@ from pathlib import Path
 
 from dbuffer import errors
 from dbuffer.format import places
-from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, relation
+from dbuffer.format.lineage import (
+    MAX_NUMBER,
+    Lineage,
+    Relation,
+    VersionId,
+    describe_fork,
+    relation,
+)
 from dbuffer.format.manifest import (
-    MAX_INTEGER,
     MAX_RECORD_BYTES,
     UNDECODABLE,
     Manifest,
@@ -558,7 +564,7 @@ class Contents:
         last = max(in_store, above)
         if version is None:
             version = last + 1
-        if version > MAX_INTEGER:
+        if version > MAX_NUMBER:
             raise errors.VersionError(
                 f"{root} is at version {last}, the highest possible number: publish into a new "
                 "store"
@@ -577,6 +583,6 @@ class Contents:
 
 
 def require_version(version: object) -> None:
-    if version is None or (type(version) is int and version <= MAX_INTEGER):
+    if version is None or (type(version) is int and version <= MAX_NUMBER):
         return
     raise errors.VersionError(f"a version is an integer below 2**63, not {version!r:.80}")

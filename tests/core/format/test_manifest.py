@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from dbuffer.errors import StoreCorruptError, UnsupportedError
-from dbuffer.format.lineage import MAX_RUNS, Run, VersionId
+from dbuffer.format.lineage import MAX_NUMBER, MAX_RUNS, Run, VersionId
 from dbuffer.format.lineage import RUN as RUN_PATTERN
 from dbuffer.format.manifest import (
     FORMAT,
-    MAX_INTEGER,
     Manifest,
     Pointer,
     ReceiverRecord,
@@ -75,10 +74,10 @@ documents = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
     max_leaves=10,
 )
-numbers = st.integers(1, MAX_INTEGER)
+numbers = st.integers(1, MAX_NUMBER)
 run_ids = st.from_regex(RUN_PATTERN, fullmatch=True)
 version_ids = st.builds(VersionId, run_ids, numbers)
-pids = st.integers(0, MAX_INTEGER)
+pids = st.integers(0, MAX_NUMBER)
 runs = st.builds(Run, run_ids, st.none() | texts, texts, pids, times, st.none() | numbers)
 OF_TYPE = {
     VersionId: version_ids,
@@ -279,10 +278,10 @@ WRONG_IDS = (
         # A complete manifest is of one piece.
         (MANIFEST, {"layout_xxh3": None}, "manifest"),
         (MANIFEST, {"num_tensors": 9}, "manifest"),
-        (MANIFEST, {"num_tensors": MAX_INTEGER}, "manifest"),
+        (MANIFEST, {"num_tensors": MAX_NUMBER}, "manifest"),
         (MANIFEST, {"layout_offset": 128}, "manifest"),
         (MANIFEST, {"layout_bytes": 809}, "manifest"),
-        (MANIFEST, {"layout_bytes": MAX_INTEGER}, "manifest"),
+        (MANIFEST, {"layout_bytes": MAX_NUMBER}, "manifest"),
         (MANIFEST, {"file_bytes": 491}, "manifest"),
         (MANIFEST, {"state": "done"}, "manifest"),
     ],

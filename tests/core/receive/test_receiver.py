@@ -246,7 +246,7 @@ class TestThePointer:
             # What was seen is still there until its buffer is taken for another version.
             assert held.manifest.version == (1 if num_publishes == 1 else 1 + num_publishes)
             tensors = receiver.reader.read(held)
-            assert values_in(dict(zip(tensors.layout.names, tensors.views, strict=True))) == {
+            assert values_in(dict(zip(tensors.layout.indices, tensors.views, strict=True))) == {
                 float(held.manifest.version)
             }
 

@@ -19,7 +19,8 @@ import pytest
 
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.errors import OptionError, UnsupportedError
-from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
+from dbuffer.format.lineage import MAX_NUMBER
+from dbuffer.format.manifest import is_receiver_id
 from dbuffer.integrations.vllm import plugin
 from dbuffer.integrations.vllm.config import (
     BACKEND,
@@ -44,8 +45,8 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "store": ["", None, 1, True, b"/store", ["/store"], {}],
     "local_store": ["", 1, True, b"/store", ["/store"], {}],
     "draft_store": ["", 1, True, b"/store", ["/store"], {}, STORE],
-    "version": [0, -1, 1.0, "1", True, [1], MAX_INTEGER + 1],
-    "every": [0, -1, 1.0, "10", True, None, [1], MAX_INTEGER + 1],
+    "version": [0, -1, 1.0, "1", True, [1], MAX_NUMBER + 1],
+    "every": [0, -1, 1.0, "10", True, None, [1], MAX_NUMBER + 1],
     "when": [{}, [], "step", 1, {"step": 0}, {"step": "1"}, {"step": True}, {"step": 1.0}, {1: 2}],
     "until_done": [0, 1, None, "true", "", []],
     "engine_id": ["", "a/b", "../a", ".a", "-a", "a b", "a\n", "größe", "a" * 119, 1, True, ["a"]],
@@ -77,9 +78,9 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
     "store": ["/a", "/dev/shm/größe policy", "/" + "s" * 500],
     "local_store": [None, "/a", "/dev/shm/größe copy"],
     "draft_store": [None, "/a", "/dev/shm/größe draft"],
-    "version": [None, 1, MAX_INTEGER],
-    "every": [1, 10, MAX_INTEGER],
-    "when": [None, {"step": 100}, {"step": MAX_INTEGER, "epoch": 1, "": 2}],
+    "version": [None, 1, MAX_NUMBER],
+    "every": [1, 10, MAX_NUMBER],
+    "when": [None, {"step": 100}, {"step": MAX_NUMBER, "epoch": 1, "": 2}],
     "until_done": [True, False],
     "engine_id": [None, "a", "0", "_", "vllm-host.1_2-3", "a" * 118],
     "staging": ["auto", "map", "copy", "device"],
@@ -104,8 +105,8 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
 }
 
 WRONG_REQUESTS: dict[str, list[Any]] = {
-    "version": [0, -1, 1.0, "1", True, False, [1], {}, MAX_INTEGER + 1, math.nan],
-    "at_least": [0, -1, 1.0, "1", True, False, [1], {}, MAX_INTEGER + 1],
+    "version": [0, -1, 1.0, "1", True, False, [1], {}, MAX_NUMBER + 1, math.nan],
+    "at_least": [0, -1, 1.0, "1", True, False, [1], {}, MAX_NUMBER + 1],
     "run": ["", "a", "A" * 16, 1, True, ["0" * 16]],
     "update_kind": ["", "Dense", "sparse", None, True, 1, ["dense"], {}],
     "attempt": ["", "a", "A" * 16, "0" * 15, "0" * 17, "0" * 16 + "\n", 1, True, ["0" * 16]],
