@@ -125,17 +125,31 @@ class _Wait:
         return living or [max(records, key=written_at)]
 
     def states(self) -> str:
-        states = [self._state(record) for records in self.counted.values() for record in records]
+        states = [
+            f"{record.receiver} {self._state(record)}"
+            for records in self.counted.values()
+            for record in records
+        ]
         missing = sorted((self.names or set()) - self.counted.keys())
         return ", ".join([*states, *(f"{name} has not connected" for name in missing)])
 
     def _state(self, record: ReceiverRecord) -> str:
-        verb = "stays" if record.stays_below(self.version) else "is"
-        if self._is_skipped_by(record):
-            verb = f"skips version {self.version} and is"
+        applied = record.applied_version
+        at = "at no version" if applied is None else f"at version {applied}"
+        state = f"is {at}"
+        if record.stays_below(self.version):
+            state = f"stays on version {record.only_version}"
+        elif self._is_skipped_by(record):
+            every = [("number", record.every)] if record.every > 1 else []
+            multiples = (
+                f"{name:.100} is a multiple of {n}" for name, n in (*every, *record.when.items())
+            )
+            state = (
+                f"skips version {self.version} and is {at}: it takes a version only if its "
+                f"{' and its '.join(multiples)}"
+            )
         if not self.store.may_live(record):
-            verb = "has ended" if _is_certain_of_end(record) else "was"
-        state = f"{record.receiver} {verb} {_at(record)}"
+            state = f"has ended {at}" if _is_certain_of_end(record) else f"seems dead, and was {at}"
         for part in self._parts_of(record):
             if part.has_problem_with(self.version, self.newest):
                 return f"{state}, because of: {part.problem}"
@@ -155,27 +169,14 @@ class _Wait:
                     self._require_able(record)
 
     def _require_able(self, record: ReceiverRecord) -> None:
-        version = self.version
-        if record.stays_below(version):
-            raise ReceiverFailedError(
-                f"{_process_of(record)} stays on version {record.only_version}, and will not "
-                f"apply version {version}"
-            )
-        if self._is_skipped_by(record):
-            every = [("number", record.every)] if record.every > 1 else []
-            multiples = (
-                f"{name:.100} is a multiple of {n}" for name, n in (*every, *record.when.items())
-            )
-            raise ReceiverFailedError(
-                f"{_process_of(record)} skips version {version} on purpose, {_at(record)}: it "
-                f"takes a version only if its {' and its '.join(multiples)}"
-            )
+        if record.stays_below(self.version) or self._is_skipped_by(record):
+            raise ReceiverFailedError(f"{_process_of(record)} {self._state(record)}")
         for part in self._parts_of(record):
-            if self._is_old(part) or not part.has_problem_with(version, self.newest):
+            if self._is_old(part) or not part.has_problem_with(self.version, self.newest):
                 continue
             problem = part.problem_version
             if problem or self._has_lasted(part, str(part.problem), TIMING.last_word_s):
-                number = problem.number if problem else version
+                number = problem.number if problem else self.version
                 raise ReceiverFailedError(
                     f"{_process_of(part)} could not apply version {number}: {part.problem}"
                 )
@@ -183,7 +184,7 @@ class _Wait:
         is_certain = _is_certain_of_end(record)
         limit_s = TIMING.last_word_s if is_certain else TIMING.bucket_presumed_dead_after_s
         if not may_live and self._has_lasted(record, "ended", limit_s):
-            raise ReceiverFailedError(f"{_process_of(record)} has ended, {_at(record, 'version ')}")
+            raise ReceiverFailedError(f"{_process_of(record)} {self._state(record)}")
 
     def _is_skipped_by(self, record: ReceiverRecord) -> bool:
         if record.every == 1 and not record.when:
@@ -202,11 +203,6 @@ class _Wait:
         now_s = time.monotonic()
         noted_at = self.noted_at.setdefault((record.receiver, record.token, state), now_s)
         return now_s - noted_at >= limit_s
-
-
-def _at(record: ReceiverRecord, noun: str = "") -> str:
-    applied = record.applied_version
-    return "at no version" if applied is None else f"at {noun}{applied}"
 
 
 def _is_certain_of_end(record: ReceiverRecord) -> bool:

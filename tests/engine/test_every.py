@@ -166,7 +166,7 @@ def test_a_sender_that_waits_for_a_skipped_version_is_told(scene, sender, option
         scene.publish(4)
         with pytest.raises(dbuffer.ReceiverFailedError, match=f"skips version 4 .*{multiples}"):
             sender.wait_applied(4, receivers=[scene.engine_id], timeout_s=WAIT_S)
-        with pytest.raises(dbuffer.WaitTimeoutError, match="skips version 4 and is at 3"):
+        with pytest.raises(dbuffer.WaitTimeoutError, match="skips version 4 and is at version 3"):
             sender.wait_applied(4, receivers=1, timeout_s=0.1)
         scene.publish(5, 6)
         sender.wait_applied(6, receivers=[scene.engine_id], timeout_s=WAIT_S)

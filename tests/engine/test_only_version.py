@@ -239,7 +239,7 @@ def test_senders_do_not_wait_for_it(scene, sender):
             sender.wait_applied(3, receivers=[scene.engine_id], timeout_s=WAIT_S)
         [engine, _] = read_status(DoubleBuffer(scene.store))["receivers"]
         assert (engine["only_version"], engine["lag_versions"]) == (2, None)
-        with pytest.raises(dbuffer.WaitTimeoutError, match=f"{scene.engine_id} stays at 2"):
+        with pytest.raises(dbuffer.WaitTimeoutError, match=f"{scene.engine_id} stays on version 2"):
             sender.wait_applied(3, receivers=1, timeout_s=0.1)
         other = Scene(scene.store, "other", None, engine=FakeEngine(instance_id="two"))
         with other.follower() as follows:

@@ -334,7 +334,7 @@ def test_waiting_for_a_number_of_receivers(sender, store):
         sender.wait_applied(1, receivers=2, timeout_s=0)  # a later version will do
         with pytest.raises(dbuffer.WaitTimeoutError) as caught:
             sender.wait_applied(3, receivers=3, timeout_s=0.2)
-    for part in ("0 of 3", "version 3", str(store), "0.2 s", "slow-one is at 2"):
+    for part in ("0 of 3", "version 3", str(store), "0.2 s", "slow-one is at version 2"):
         assert part in str(caught.value)
 
 
@@ -345,7 +345,8 @@ def test_waiting_for_receivers_by_name(sender, store):
     for receivers in (["one"], []):
         sender.wait_applied(2, receivers=receivers, timeout_s=0)
     with pytest.raises(
-        dbuffer.WaitTimeoutError, match=r"1 of 2 .*one has ended at 2, other has not connected"
+        dbuffer.WaitTimeoutError,
+        match=r"1 of 2 .*one has ended at version 2, other has not connected",
     ):
         sender.wait_applied(2, receivers={"one", "other"}, timeout_s=0)
     with pytest.raises(dbuffer.WaitTimeoutError):

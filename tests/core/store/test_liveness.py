@@ -147,7 +147,7 @@ def test_a_receiver_lives_on_when_the_mirror_that_told_of_it_has_ended(
     store, sender, where, timing
 ):
     put(store, is_relayed=True, **where)
-    with pytest.raises(dbuffer.WaitTimeoutError, match=rf"{NAME} was at"):
+    with pytest.raises(dbuffer.WaitTimeoutError, match=rf"{NAME} seems dead, and was at"):
         sender.wait_applied(1, receivers=[NAME], timeout_s=1.5 * timing.last_word_s)
     timing.bucket_heartbeat_s = 0.025
     with pytest.raises(dbuffer.ReceiverFailedError, match=NAME):
