@@ -130,8 +130,8 @@ def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
     )
 
 
-Change: TypeAlias = Callable[[str], str | None]
-"""Function of a rule: returns a name's new name, or None if the rule does not match."""
+Change: TypeAlias = Callable[[str], str]
+"""Function of a rule: returns a name's new name, or the same name if the rule does not match."""
 
 _Step: TypeAlias = tuple[Rule, Change | None]
 """Rule, and the function that applies the rule to a name, or None if it changes tensors."""
@@ -162,9 +162,8 @@ class NameMap:
         steps: list[_Step] = []
         for is_table, group in itertools.groupby(self.rules, lambda rule: rule.kind == "name"):
             rules = list(group)
-            if is_table:  # up to 100,000 rules; the first rule for a name applies
-                table = {str(rule.text): str(rule.to) for rule in reversed(rules)}
-                steps.append((rules[0], table.get))
+            if is_table:
+                steps.append((rules[0], _change_of_names(rules)))
             else:
                 changes = (None if rule.kind in TENSOR_KINDS else change_of(rule) for rule in rules)
                 steps += zip(rules, changes, strict=True)
@@ -282,7 +281,7 @@ class NameMap:
                     f"the rule {rule} changes tensors, but only names can be changed here: pass "
                     "the map as rename= to a sender, and publish weights that are not an iterator"
                 )
-            name = _changed(name, change)
+            name = change(name)
         return name
 
     def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -296,7 +295,7 @@ class NameMap:
             if change is None:
                 pairs = change_tensors(rule, converted)
             else:
-                pairs = [(_changed(name, change), tensor) for name, tensor in converted.items()]
+                pairs = [(change(name), tensor) for name, tensor in converted.items()]
             converted = dict(pairs)
             if len(converted) < len(pairs):
                 counts = Counter(name for name, _ in pairs)
@@ -308,11 +307,6 @@ class NameMap:
 
     def __repr__(self) -> str:
         return f"NameMap({', '.join(map(str, self.rules))})"
-
-
-def _changed(name: str, change: Change) -> str:
-    new = change(name)
-    return name if new is None else new
 
 
 def read_mapping_file(path: str | os.PathLike[str]) -> Any:
@@ -331,22 +325,23 @@ def _parse_mapping(name: str, entry: Any, source: str) -> Rule:
     raise OptionError(f"{source}: param_mappings[{name!r:.200}] has no string 'vllm_name'")
 
 
+def _change_of_names(rules: list[Rule]) -> Change:
+    """Return the function that applies rules for complete names, of which the first applies."""
+    table = {str(rule.text): str(rule.to) for rule in reversed(rules)}  # up to 100,000 rules
+    return lambda name: table.get(name, name)
+
+
 def change_of(rule: Rule) -> Change:
     """Return the function that applies a rule for prefixes, parts or patterns to a name."""
     text, to = str(rule.text), str(rule.to)
     if rule.kind == "prefix":
-        return lambda name: to + name[len(text) :] if name.startswith(text) else None
+        return lambda name: to + name[len(text) :] if name.startswith(text) else name
     if rule.kind == "part":
         end = r"(?=\.|$)" if to else r"\."
         part = re.compile(rf"(?:(?<=\.)|^){re.escape(text)}{end}")
-        return lambda name: part.sub(lambda _: to, name) if part.search(name) else None
+        return lambda name: part.sub(lambda _: to, name)
     pattern = re.compile(text)
-
-    def expand(name: str) -> str | None:
-        match = pattern.fullmatch(name)
-        return None if match is None else match.expand(to)
-
-    return expand
+    return lambda name: match.expand(to) if (match := pattern.fullmatch(name)) else name
 
 
 Pairs: TypeAlias = list[tuple[str, "torch.Tensor"]]

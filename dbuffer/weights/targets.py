@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy as has_no_shape
 from dbuffer.errors import DBufferError, InvalidWeightsError, OptionError, WeightsMismatchError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import FileTensors, copy_one
+from dbuffer.io.tensors import FileTensors, copy_one, flat_view
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.lazy_tensor import LazyTensor
 from dbuffer.weights.named_tensors import (
@@ -72,7 +72,7 @@ class Match:
             f"{name!r} and {tied!r} are one tensor in the target, but two in the store, with "
             "different values"
             for (name, index), (tied, tied_index) in self.ties
-            if not torch.equal(_bytes_of(published(index)), _bytes_of(published(tied_index)))
+            if not torch.equal(flat_view(published(index)), flat_view(published(tied_index)))
         ]
         if problems:
             raise WeightsMismatchError(_describe_problems(problems))
@@ -262,10 +262,6 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     return tensor.element_size() * (1 + sum(stride * (size - 1) for stride, size in steps))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _describe_problems(problems: list[str]) -> str:
