@@ -148,7 +148,7 @@ class Copier(ProcessBound):
         """Copy each source into the file, casting; return the file's checksums if ``hashed``."""
         if hashed:
             return self._copy_and_hash(contents, sources, into_file=True)
-        self.copy_tensors(contents.views, sources, contents.cut_tensors(self.num_threads))
+        self.copy_tensors(contents.views, sources, contents.cut(self.num_threads))
         return None
 
     def read(
@@ -162,7 +162,7 @@ class Copier(ProcessBound):
         """
         if hashed:
             return self._copy_and_hash(contents, targets, into_file=False)
-        self.copy_tensors(targets, contents.views, contents.cut_tensors(self.num_threads))
+        self.copy_tensors(targets, contents.views, contents.cut(self.num_threads))
         return None
 
     def checksums(self, contents: FileTensors, tensors: Collection[int] | None = None) -> list[int]:
@@ -183,7 +183,7 @@ class Copier(ProcessBound):
             digests[first:end] = map(contents.hash_block, blocks[first:end])
 
         if blocks is contents.layout.blocks:
-            slices = contents.cut_blocks(self.num_threads)
+            slices = contents.cut(self.num_threads, into_blocks=True)
         else:
             slices = split_evenly([block.num_bytes for block in blocks], self.num_threads)
         self.in_parallel(work, slices)
@@ -264,7 +264,7 @@ class Copier(ProcessBound):
                     hasher.update(contents.raw[start + at : start + at + length])
                 digests[index] = hasher.intdigest()
 
-        self.in_parallel(work, contents.cut_blocks(self.num_threads))
+        self.in_parallel(work, contents.cut(self.num_threads, into_blocks=True))
         return join_blocks(blocks, digests)
 
     def _plain_addresses(

@@ -45,8 +45,7 @@ class FileTensors:
         self.layout = layout
         self._bytes = data
         self.address = data.data_ptr()
-        self._tensor_slices: dict[int, list[tuple[int, int]]] = {}
-        self._block_slices: dict[int, list[tuple[int, int]]] = {}
+        self._slices: dict[tuple[int, bool], list[tuple[int, int]]] = {}
 
     @classmethod
     def in_memory(cls, layout: Layout, device: torch.device | None = None) -> FileTensors:
@@ -70,15 +69,12 @@ class FileTensors:
     def views(self) -> list[torch.Tensor]:
         return [self.tensor(index) for index in range(len(self.layout.specs))]
 
-    def cut_tensors(self, parts: int) -> list[tuple[int, int]]:
-        if (slices := self._tensor_slices.get(parts)) is None:
-            slices = self._tensor_slices[parts] = split_evenly(self.layout.sizes, parts)
-        return slices
-
-    def cut_blocks(self, parts: int) -> list[tuple[int, int]]:
-        if (slices := self._block_slices.get(parts)) is None:
-            sizes = [block.num_bytes for block in self.layout.blocks]
-            slices = self._block_slices[parts] = split_evenly(sizes, parts)
+    def cut(self, parts: int, *, into_blocks: bool = False) -> list[tuple[int, int]]:
+        """Cut the tensors, or their blocks, into at most ``parts`` slices of about equal size."""
+        if (slices := self._slices.get((parts, into_blocks))) is None:
+            layout = self.layout
+            sizes = [block.num_bytes for block in layout.blocks] if into_blocks else layout.sizes
+            slices = self._slices[parts, into_blocks] = split_evenly(sizes, parts)
         return slices
 
     def hash_block(self, block: Block) -> int:

@@ -231,7 +231,7 @@ class Draft:
         if self._checksums is not None or (self.is_mapped and not self.hashed):
             return self._checksums
         if self.is_mapped and layout.num_bytes and not self._digests:
-            slices = self.mapped.cut_blocks(world.size)
+            slices = self.mapped.cut(world.size, into_blocks=True)
             with world.step("hash its slice") as step:
                 first, end = slices[world.rank] if world.rank < len(slices) else (0, 0)
                 step.result = self._copier.digests(self.mapped, layout.blocks[first:end])
