@@ -133,7 +133,6 @@ class PlannedReceiver(Closing):
         receiver = WeightReceiver(store, receiver_id="engine.rank-0")
         self._stager = Stager(
             receiver,
-            check=self._loads.check,
             prepare=self._loads.prepare,
             copy=True,
             device=device if stages_on_device else None,

@@ -179,9 +179,13 @@ class EngineOptions:
     def choose(self, newest: Lineage, store: DoubleBuffer) -> Lineage | None:
         """Return the newest version that the engine takes from a store, or None if it takes none.
 
-        The engine takes a version if the options select it, and no canary refused it. ``newest`` is
+        The engine takes a version if the options select it and, unless the options name a single
+        version, if no canary refused it. ``newest`` is
         the store's newest version.
         """
+        if self.version is not None:
+            goal = newest.at(self.version)
+            return None if goal is None else newest.to(goal)
         if not self.skips and self.refusal(newest.id) is None:
             return newest
 

@@ -102,13 +102,11 @@ class RankReceiver:
         may_use_device = rank.on_device and rank.reports_sleep and options.staging == "auto"
         self._stager = Stager(
             receiver,
-            check=self._model.check,
             prepare=self._model.prepare,
             copy=copy,
             device=rank.device if may_use_device or options.staging == "device" else None,
             pin_memory=rank.device.type == "cuda" and options.staging != "map",
             forked=options.forked,
-            version=options.version,
             choose=partial(options.choose, store=options.buffer_of(options.read_store)),
             # If the engine skips versions, or stays on one, do not stage its present version once
             # more: this rank would keep the copy for long, and the sender would wait for it.
