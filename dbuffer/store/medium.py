@@ -152,10 +152,7 @@ def _mount_of(path: Path) -> tuple[str, str]:
 
 
 def _mounts() -> Iterator[tuple[str, tuple[str, str]]]:
-    try:
-        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
-    except FileNotFoundError:  # not Linux
-        return
+    table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     for line in table.splitlines():
         before, _, after = line.partition(" - ")
         point = before.split(" ")[4]
