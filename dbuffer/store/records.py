@@ -87,32 +87,11 @@ class OwnRecord(ProcessBound):
     def __init__(self, receiver_id: str) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._record = ReceiverRecord(
-            receiver=receiver_id,
-            token=secrets.token_hex(8),
-            updated_at=time.time(),
-            applied=None,
-            runs=[],
-            held=None,
-            metadata={},
-            part_of=None,
-            staged=None,
-            problem=None,
-            problem_version=None,
-            unreadable=None,
-            stats={},
-            state=None,
-            attested_at=None,
-            is_attestable=False,
-            only_version=None,
-            every=1,
-            when={},
-            attempt=None,
-            is_ephemeral=False,
-            is_relayed=False,
-            has_ended=False,
-            **owner_fields(),  # type: ignore[arg-type]  # each under its name
-        )
+        fields: dict[str, Any] = dict.fromkeys(ReceiverRecord.__struct_fields__)
+        fields |= dict.fromkeys(("is_attestable", "is_ephemeral", "is_relayed", "has_ended"), False)
+        fields |= {"runs": [], "metadata": {}, "stats": {}, "every": 1, "when": {}}
+        fields |= {"receiver": receiver_id, "token": secrets.token_hex(8)}
+        self._record = ReceiverRecord(**fields | owner_fields() | {"updated_at": time.time()})
 
     @property
     def current(self) -> ReceiverRecord:
