@@ -136,13 +136,12 @@ def unpin(store: DoubleBuffer, version: int | VersionId) -> None:
     """
     store.check()
     goal = Contents(store).id_of(version)
-    for buffer, manifest in store.kept().items():
-        if manifest.id == goal and is_pinned(store, buffer):
-            pinned = store.root / buffer / places.PIN_FILE
-            with os_errors("unpin a version", pinned):
-                pinned.unlink(missing_ok=True)
-            return
-    raise VersionError(f"version {version} of {store.root} is not pinned")
+    buffer = None if goal is None else places.kept_buffer(goal)
+    if buffer is None or not is_pinned(store, buffer):
+        raise VersionError(f"version {version} of {store.root} is not pinned")
+    pinned = store.root / buffer / places.PIN_FILE
+    with os_errors("unpin a version", pinned):
+        pinned.unlink(missing_ok=True)
 
 
 def is_pinned(store: DoubleBuffer, buffer: str) -> bool:

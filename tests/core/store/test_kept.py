@@ -215,8 +215,11 @@ def test_a_kept_version_with_a_damaged_manifest_is_removed_unless_it_is_pinned(s
     keeper.close()
     with dbuffer.WeightSender(store, reader_timeout_s=0) as sender:
         publish(sender, 20, 21, 22)
-    assert [directory.exists() for directory in directories] == [True, False]
-    assert pinned.exists()
+        assert [directory.exists() for directory in directories] == [True, False]
+        assert pinned.exists()
+        kept.unpin(DoubleBuffer(store), 1)
+        publish(sender, 23)
+    assert not directories[0].exists()
 
 
 def test_a_pinned_version_that_a_killed_sender_was_dropping_comes_back(store, keeper):
