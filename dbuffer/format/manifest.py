@@ -237,8 +237,20 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         return self.chain[self.chain.index(version) + 1 :]
 
 
+class OwnedRecord(Record, frozen=True, kw_only=True):
+    """Base class of records that identify the process which wrote them; see `liveness`."""
+
+    host: str
+    pid: Count
+    boot: _Boot
+    """Boot id of the process's host. Together with the next two fields, it identifies the process
+    among all hosts and containers."""
+    pid_namespace: Count
+    started: Count
+
+
 @decodable
-class WriterRecord(Record, frozen=True, kw_only=True):
+class WriterRecord(OwnedRecord, frozen=True, kw_only=True):
     """Contents of ``writer.json``: describes the last process that opened the store for writing."""
 
     NAME: ClassVar = "writer record"
@@ -247,18 +259,11 @@ class WriterRecord(Record, frozen=True, kw_only=True):
     token: Token
     """Token of the writer; a sender's token is its run id. A writer that reads another token here
     has lost the store to another writer."""
-    host: str
-    pid: Count
     started_at: float
-    boot: _Boot
-    """Boot id of the writer's host. Together with the next two fields, it identifies the process
-    among all hosts and containers; see `liveness`."""
-    pid_namespace: Count
-    started: Count
 
 
 @decodable
-class ReceiverRecord(Record, frozen=True, kw_only=True):
+class ReceiverRecord(OwnedRecord, frozen=True, kw_only=True):
     """Contents of ``receivers/ID.TOKEN.json``: describes the state of a receiver."""
 
     NAME: ClassVar = "receiver record"
@@ -267,8 +272,6 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     token: Token
     """Token that distinguishes receivers with one id. The token of an engine and of its ranks is a
     digest that identifies this start of the engine. Any other receiver has a random token."""
-    host: str
-    pid: Count
     updated_at: float
     applied: VersionId | None
     runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
@@ -307,11 +310,6 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     """Divisors by metadata key: the engine takes a version only if its metadata has, under each of
     these keys, a multiple of the key's divisor."""
     attempt: Token | None
-    boot: _Boot
-    """Boot id of the receiver's host. Together with the next two fields, it identifies the process
-    among all hosts and containers; see `liveness`."""
-    pid_namespace: Count
-    started: Count
     is_ephemeral: bool
     """Whether no later receiver will have this id, because it was generated or belongs to a
     rank."""

@@ -15,7 +15,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from dbuffer.format.manifest import ReceiverRecord, WriterRecord
+from dbuffer.format.manifest import OwnedRecord
 
 _STARTED_FIELD = 19
 """Index of the process's start time among the fields that follow its name in ``/proc/PID/stat``."""
@@ -38,7 +38,7 @@ class Process:
         return _of_pid(os.getpid())
 
     @classmethod
-    def of(cls, record: ReceiverRecord | WriterRecord) -> Process:
+    def of(cls, record: OwnedRecord) -> Process:
         return cls(record.host, record.boot, record.pid_namespace, record.pid, record.started)
 
     @property
