@@ -224,13 +224,8 @@ class DoubleBuffer:
 
     def refusal(self, version: VersionId) -> str | None:
         """Return which canary engine refused a version and why, or None if none refused it."""
-        path = self.root / places.REFUSED_DIRECTORY / str(version)
-        try:
-            with os_errors("read", path):
-                data = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self.owner_only)
-        except errors.StoreNotFoundError:
-            return None
-        return data.decode(errors="replace")
+        data = self._read_small(self.root / places.REFUSED_DIRECTORY / str(version))
+        return None if data is None else data.decode(errors="replace")
 
     def refuse(self, version: VersionId, refusal: str) -> None:
         """Mark a version as refused for all receivers, unless it has such a mark already."""
@@ -244,13 +239,9 @@ class DoubleBuffer:
         return self._read(WriterRecord, self.root / places.WRITER_FILE)
 
     def was_closed(self, writer: WriterRecord) -> bool:
-        path = self.root / places.WRITER_LOCK_FILE
-        try:
-            with os_errors("read", path):
-                token = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self.owner_only)
-        except (errors.StoreNotFoundError, errors.StoreCorruptError):
-            return False
-        return token == writer.token.encode()
+        with contextlib.suppress(errors.StoreCorruptError):
+            return self._read_small(self.root / places.WRITER_LOCK_FILE) == writer.token.encode()
+        return False
 
     def require_writer(self, writer: WriterRecord) -> None:
         record = self.writer()
@@ -349,13 +340,16 @@ class DoubleBuffer:
         return [record for record in records if record.held is not None and self.may_live(record)]
 
     def _read(self, kind: type[RecordT], path: Path) -> RecordT | None:
+        data = self._read_small(path)
+        with naming(path):
+            return None if data is None else decode(kind, data)
+
+    def _read_small(self, path: Path) -> bytes | None:
         try:
             with os_errors("read", path):
-                data = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self.owner_only)
+                return filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self.owner_only)
         except errors.StoreNotFoundError:
             return None
-        with naming(path):
-            return decode(kind, data)
 
 
 def _file_state(status: os.stat_result, now_s: float) -> _FileState | None:
