@@ -235,8 +235,8 @@ class VersionReader(VersionVerifier):
         before, self._in_memory = self._in_memory, None
         hashed, layout_xxh3 = self._must_verify(opened.manifest), opened.manifest.layout_xxh3
         memory = tensors = None
-        try:
-            with self.reporting_unreadable(opened):
+        with self.reporting_unreadable(opened):
+            try:
                 if before is not None:
                     earlier, memory = before[0], before[1].data
                     if hashed and earlier.layout_xxh3 == layout_xxh3:
@@ -245,8 +245,7 @@ class VersionReader(VersionVerifier):
                 if tensors is None:
                     tensors, checksums = read_whole(opened, self._copier, memory, hashed=hashed)
                     self.verify(opened, tensors.layout, checksums)
-        except StoreNotFoundError as error:
-            with self.reporting_unreadable(opened):
+            except StoreNotFoundError as error:
                 opened.wait_after_loss(error, self._patience)
         self._patience = Patience()
         # The version is in memory, so the sender no longer needs to wait for this receiver.
