@@ -291,7 +291,7 @@ def replace_file(
                 try_lock(file.number, exclusive=True)
             if before is not None:
                 before.close()
-            _rename(temporary, path, identity_of(file.number))
+            _rename(temporary, path, file)
         except BaseException:
             file.close()
             temporary.unlink(missing_ok=True)
@@ -302,24 +302,16 @@ def replace_file(
     return file
 
 
-def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
-    """Rename a finished file; ``made`` is the device and inode of the file."""
+def _rename(temporary: Path, path: Path, file: Descriptor) -> None:
+    """Rename a finished file, which is still open."""
     try:
         os.replace(temporary, path)
     except FileNotFoundError:
         # An NFS client repeats a request that got no answer. If the server was restarted in
         # between, the repeated rename fails although the first one succeeded.
-        if identity_at(path) != made:
-            raise
-
-
-def identity_at(path: Path) -> tuple[int, int] | None:
-    try:
         refresh(path.parent)  # otherwise an NFS client answers from its cache
-        with Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
-            return identity_of(file.number)
-    except OSError:
-        return None
+        if not is_at(file, path):
+            raise
 
 
 def _temporary_in(scratch: Path, name: str) -> Path:

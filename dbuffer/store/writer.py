@@ -260,7 +260,7 @@ class BufferWriter:
     def _open_file(self, path: Path) -> Descriptor | None:
         before = self._open_files.get(path)
         try:
-            if before is not None and os.path.samestat(os.fstat(before.number), path.stat()):
+            if before is not None and filesystem.is_at(before, path):
                 return before
             self._close_file(path)
             owner_only = self.store.owner_only
@@ -361,9 +361,10 @@ class BufferWriter:
             return None
         path = self.store.weights_path(buffer, manifest)
         with contextlib.suppress(OSError):
-            if path.stat().st_nlink > 1:  # a kept version shares the file: it is never rewritten
-                return None
-        return filesystem.identity_at(path)
+            status = path.stat()
+            if status.st_nlink == 1:  # else a kept version shares the file: it is never rewritten
+                return status.st_dev, status.st_ino
+        return None
 
     def add_delta(self, claim: Claim, version: VersionId, chunks: Iterable[bytes]) -> int:
         self._check_open()

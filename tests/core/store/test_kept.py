@@ -366,13 +366,13 @@ def rename_unless(
     name: str,
     temporary: Path,
     path: Path,
-    made: tuple[int, int],
+    file: filesystem.Descriptor,
     *,
     rename: Callable[..., None] = filesystem._rename,
 ) -> None:
     if path.name == name:
         raise OSError(errno.ENOSPC, "No space left on device")
-    rename(temporary, path, made)
+    rename(temporary, path, file)
 
 
 def test_a_version_that_no_pointer_named_counts_as_none(store, mount, capsys, monkeypatch):
