@@ -104,8 +104,8 @@ def missing(store: DoubleBuffer, version: int | VersionId) -> VersionError:
     return VersionError(f"{named} is not in {store.root}, which holds {versions or 'none'}")
 
 
-def pin(store: DoubleBuffer, version: int | VersionId) -> None:
-    """Keep a version until it is unpinned, besides the versions that the sender keeps.
+def pin(store: DoubleBuffer, version: int | VersionId) -> VersionId:
+    """Keep a version until it is unpinned, besides those that the sender keeps; return its id.
 
     Raises:
         VersionError: the store does not have the version, or is dropping it.
@@ -124,10 +124,11 @@ def pin(store: DoubleBuffer, version: int | VersionId) -> None:
         if not opened.is_still_named():
             pinned.unlink(missing_ok=True)
             raise VersionError(f"{store.root} is dropping version {version} now")
+        return opened.manifest.id
 
 
-def unpin(store: DoubleBuffer, version: int | VersionId) -> None:
-    """Unpin a version: from now on the store's sender may drop it.
+def unpin(store: DoubleBuffer, version: int | VersionId) -> VersionId:
+    """Unpin a version, so that the store's sender may drop it; return its id.
 
     Raises:
         VersionError: the version is not pinned.
@@ -136,12 +137,12 @@ def unpin(store: DoubleBuffer, version: int | VersionId) -> None:
     """
     store.check()
     goal = Contents(store).id_of(version)
-    buffer = None if goal is None else places.kept_buffer(goal)
-    if buffer is None or not is_pinned(store, buffer):
+    if goal is None or not is_pinned(store, places.kept_buffer(goal)):
         raise VersionError(f"version {version} of {store.root} is not pinned")
-    pinned = store.root / buffer / places.PIN_FILE
+    pinned = store.root / places.kept_buffer(goal) / places.PIN_FILE
     with os_errors("unpin a version", pinned):
         pinned.unlink(missing_ok=True)
+    return goal
 
 
 def is_pinned(store: DoubleBuffer, buffer: str) -> bool:

@@ -9,16 +9,11 @@ import typer
 
 import dbuffer
 from dbuffer.errors import OptionError
-from dbuffer.format.lineage import VersionId
 from dbuffer.format.places import BUFFERS
 from dbuffer.store import kept
 from dbuffer.store.open_version import open_version
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import progress
-
-
-def _as_json(version: int | VersionId) -> int | str:
-    return version if isinstance(version, int) else str(version)
 
 
 def pin(
@@ -31,9 +26,9 @@ def pin(
 
     Nothing is copied: the weights file is hard-linked below `kept`.
     """
-    kept.pin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
+    pinned = kept.pin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is pinned"
-    shared.show({"version": _as_json(version), "is_pinned": True}, text, as_json=as_json)
+    shared.show({"id": pinned, "is_pinned": True}, text, as_json=as_json)
 
 
 def unpin(
@@ -43,9 +38,9 @@ def unpin(
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Unpin a version. The next publish drops it, unless the sender's `keep=` includes it."""
-    kept.unpin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
+    unpinned = kept.unpin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is not pinned any more"
-    shared.show({"version": _as_json(version), "is_pinned": False}, text, as_json=as_json)
+    shared.show({"id": unpinned, "is_pinned": False}, text, as_json=as_json)
 
 
 def rollback(
@@ -112,8 +107,4 @@ def export(
     with receiver, progress(f"saving {store}", in_bytes=True) as on_bytes:
         saved = receiver.save_pretrained(directory, version=version, model=model, on_bytes=on_bytes)
     text = f"version {saved.number} of {store} is saved in {directory}"
-    shared.show(
-        {"version": saved.number, "run": saved.run, "directory": str(directory)},
-        text,
-        as_json=as_json,
-    )
+    shared.show({"id": saved, "directory": str(directory)}, text, as_json=as_json)
