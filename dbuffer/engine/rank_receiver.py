@@ -137,6 +137,11 @@ class RankReceiver:
         return None if self._applied is None else self._applied.id
 
     @property
+    def _stage_after(self) -> VersionId | None:
+        """This rank's version, or None if the engine must go back to the option's version."""
+        return self._id if self.options.version in (None, self._version) else None
+
+    @property
     def _serves_on(self) -> str:
         return f"the engine serves on with {describe_weights(self._applied)}"
 
@@ -206,7 +211,7 @@ class RankReceiver:
             raise
         finally:
             self._state.is_updating = False
-            self._stager.release(applied=self._id)
+            self._stager.release(applied=self._stage_after)
 
     def _take_on_all_ranks(self, request: UpdateRequest | OptionError) -> Staged | None:
         """Take the same staged version on all ranks, or raise an error on all ranks.
@@ -502,7 +507,7 @@ class RankReceiver:
         """
         self._use_device()
         if weights:
-            self._stager.stage_again(applied=self._id)
+            self._stager.stage_again(applied=self._stage_after)
 
     def _use_device(self) -> None:
         if not self._state.asleep:  # a part that sleeps needs its memory again when it wakes

@@ -98,7 +98,8 @@ class Draft:
         layout = None if self._part is None else self._part.whole
         self._claim = claim = writer.claim(version, layout, with_file=with_file)
         self._writer = writer
-        inode = None if claim.file is None else filesystem.identity_of(claim.file.number)
+        with filesystem.os_errors("look at the weights file", claim.path):
+            inode = None if claim.file is None else filesystem.identity_of(claim.file.number)
         claimed: list[Any] = [str(version.id), str(claim.path.relative_to(self._store.root)), inode]
         self.join(*claimed)
         return claimed

@@ -15,7 +15,7 @@ sys.setprofile(lambda frame, event, _: read.append(frame.f_code.co_name))
 kinds = [manifest.Record]
 for kind in kinds:
     kinds += kind.__subclasses__()
-    if kind not in (manifest.Record, manifest.Versioned):
+    if kind not in (manifest.Record, manifest.Versioned, manifest.OwnedRecord):
         try:
             msgspec.convert({}, kind)
         except msgspec.ValidationError:

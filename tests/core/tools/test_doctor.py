@@ -171,12 +171,9 @@ def fail(number: int) -> Callable[..., Any]:
     return call
 
 
-def mapping_of(kind: int) -> type[mmap.mmap]:
-    class Mapping(mmap.mmap):
-        def __new__(cls, file: int, num_bytes: int, *_: int) -> Any:
-            return super().__new__(cls, file, num_bytes, kind)
-
-    return Mapping
+class PrivateMapping(mmap.mmap):
+    def __new__(cls, file: int, num_bytes: int, *_: int) -> Any:
+        return super().__new__(cls, file, num_bytes, mmap.MAP_PRIVATE)
 
 
 def make_for_nobody(path: Path, mode: int, make: Callable[..., None] = os.mkdir) -> None:
@@ -195,8 +192,7 @@ FILESYSTEM, PROBES = "dbuffer.store.filesystem", "dbuffer.tools.doctor.probes"
         pytest.param(f"{PROBES}.os.mkdir", make_for_nobody, "trust", marks=needs_root),
         (f"{FILESYSTEM}.try_lock", fail(errno.ENOLCK), "locks"),
         (f"{FILESYSTEM}.allocate", fail(errno.EOPNOTSUPP), "mapping"),
-        (f"{PROBES}.mmap.mmap", mapping_of(mmap.MAP_PRIVATE), "mapping"),
-        (f"{PROBES}.mmap.mmap", mapping_of(mmap.MAP_SHARED), "mapping"),
+        (f"{PROBES}.mmap.mmap", PrivateMapping, "mapping"),
     ],
 )
 def test_what_does_not_work(place, monkeypatch, name, behaviour, probe):
