@@ -8,7 +8,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +158,10 @@ class KeptMappings:
     def __init__(self) -> None:
         self._mapped: dict[Path, MappedTensors] = {}
 
-    def get(self, path: Path, file: int) -> MappedTensors | None:
-        """Return the mapping of an open file.
+    def get(self, path: Path, file: int, make: Callable[[], MappedTensors]) -> MappedTensors:
+        """Return the mapping of an open file. If there is none, ``make`` it and keep it.
 
-        If the file is not mapped yet, unmap the buffer's earlier files and all removed files, and
-        return None.
+        Before that, unmap the buffer's earlier files and all removed files.
         """
         mapped = self._mapped.get(path)
         if (
@@ -178,22 +177,14 @@ class KeptMappings:
             for kept_path, kept in self._mapped.items()
             if kept_path.parent != path.parent and kept_path.exists()
         }
-        return None
+        del mapped  # unmap it
+        return self._mapped.setdefault(path, make())
 
-    def keep(self, path: Path, mapped: MappedTensors) -> None:
-        self._mapped[path] = mapped
-
-    def keep_only(self, layout: Layout | None) -> None:
-        """Unmap all files with other layouts.
-
-        If ``layout`` is None, unmap all files, to free space.
-        """
+    def keep_only(self, layout: Layout | None = None) -> None:
+        """Unmap all files with other layouts. Default: unmap all files, to free space."""
         self._mapped = {
             path: mapped for path, mapped in self._mapped.items() if mapped.layout is layout
         }
-
-    def clear(self) -> None:
-        self._mapped.clear()
 
 
 def new_memory(num_bytes: int, device: torch.device | None = None) -> torch.Tensor:

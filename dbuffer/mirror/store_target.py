@@ -177,7 +177,7 @@ class StoreTarget:
 
     def close(self) -> None:
         """Stop writing, and let another mirror be elected."""
-        self._mappings.clear()
+        self._mappings.keep_only()
         opened = self._writer, self._lock
         self._writer = self._lock = None
         for each in opened:

@@ -138,12 +138,12 @@ class Draft:
         if self._mapped is None:
             with contextlib.ExitStack() as stack:
                 file = self._claim.weights if self._claim else stack.enter_context(self._open())
-                mapped = self._mappings.get(self.path, file.number)
-                if mapped is None:
-                    size, access = self.layout.file_bytes, mmap.ACCESS_WRITE
-                    mapped = MappedTensors(file.number, size, self.layout, access=access)
-                    self._mappings.keep(self.path, mapped)
-                self._mapped = mapped
+                number, layout, access = file.number, self.layout, mmap.ACCESS_WRITE
+                self._mapped = self._mappings.get(
+                    self.path,
+                    number,
+                    lambda: MappedTensors(number, layout.file_bytes, layout, access=access),
+                )
         return self._mapped
 
     def _open(self) -> Descriptor:
@@ -299,7 +299,7 @@ class Draft:
         if self._writer is not None:
             self._writer.abandon(self.claim)
         self._mapped = None
-        self._mappings.clear()
+        self._mappings.keep_only()
 
     def __enter__(self) -> Self:
         return self

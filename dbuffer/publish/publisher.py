@@ -324,7 +324,7 @@ class Publisher(Closing, ProcessBound):
     def _close(self) -> None:
         self._world.close()
         self._copier.close()
-        self._mappings.clear()
+        self._mappings.keep_only()
         if self._writer_on_0 is not None:
             self._writer_on_0.close()
         if self._deltas is not None:

@@ -291,7 +291,7 @@ class WeightSender(Publisher):
                     views = self._read_whole(opened, layout).views
                     source = Source(layout.specs, views, layout.aliases, is_lazy=False)
                     return self._send(started, source, number, checked)
-                self._mappings.clear()  # mappings keep the room of files that are removed now
+                self._mappings.keep_only()  # mappings keep the room of files that are removed now
                 published = self._writer.republish(opened, number, checked)
         return self._count(Publication.of(published.id, layout, started, None))
 

@@ -159,7 +159,7 @@ class VersionReader(VersionVerifier):
 
     def unmap(self) -> None:
         """Drop the kept mappings: a removed file's space is free only after it is unmapped."""
-        self._mappings.clear()
+        self._mappings.keep_only()
 
     def close(self) -> None:
         self.unmap()
@@ -225,11 +225,8 @@ class VersionReader(VersionVerifier):
     def _map_kept(self, opened: OpenStoreVersion) -> MappedTensors:
         """Return the kept mapping of a version's file, or map the file and keep the mapping."""
         access = mmap.ACCESS_COPY if self.keeps_snapshots else mmap.ACCESS_READ
-        mapped = self._mappings.get(opened.path, opened.file.number)
-        if mapped is None:
-            mapped = map_file(opened, access)
-            self._mappings.keep(opened.path, mapped)
-        return mapped
+        number = opened.file.number
+        return self._mappings.get(opened.path, number, lambda: map_file(opened, access))
 
     def _read_into_memory(self, opened: OpenStoreVersion) -> FileTensors:
         before, self._in_memory = self._in_memory, None
