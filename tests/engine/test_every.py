@@ -293,7 +293,7 @@ def test_each_newest_version_of_another_store_is_applied_once(scene, shm_path, o
 
 @pytest.mark.parametrize("option", [{"every": 2}, {"when": {"step": 2}}, {"until_done": True}])
 def test_an_engine_that_stays_on_a_version_takes_no_other(scene, option):
-    with pytest.raises(dbuffer.OptionError, match="with version"):
+    with pytest.raises(dbuffer.OptionError, match="if version is set"):
         scene.follower(version=1, **option)
 
 

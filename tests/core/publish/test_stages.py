@@ -305,10 +305,10 @@ REFUSED: dict[str, Callable[[int], Weights]] = {
     r"ranks 2, 3 hold the whole of shared float32\[4\], and ranks 0, 1 hold parts": (
         lambda rank: {f"{rank}": OTHER, "shared": (rows(ONE, 0, 1), ONE)[rank // 2]}
     ),
-    r"mine float32\[8\] has a gap: rank 2 holds parts of it, as rank 0 says": (
+    r"mine float32\[8\] has a gap: on rank 0, rank 2 holds parts of it": (
         lambda rank: {("other" if rank == 2 else "mine"): rows(torch.ones(8), 0, 1, 2, 3)}
     ),
-    r"sum float32\[4\] has a gap: rank 1 holds parts of it, as rank 0 says": gap_in_sum,
+    r"sum float32\[4\] has a gap: on rank 0, rank 1 holds parts of it": gap_in_sum,
     "'head' is tied to 'embedding' on one rank, and a tensor of its own on rank 3": (
         lambda rank: {0: {"embedding": ONE, "head": ONE}, 3: {"head": ONE}}.get(rank, {})
     ),

@@ -198,7 +198,7 @@ def test_a_snapshot_of_a_pinned_version_can_be_sent(store):
         with receiver.open() as snapshot:
             tensors = dict(snapshot.tensors)
         publish(sender, 2)
-        with pytest.raises(dbuffer.InvalidWeightsError, match="is in the buffer"):
+        with pytest.raises(dbuffer.InvalidWeightsError, match="its memory is the buffer"):
             sender.send(tensors)
         kept.pin(DoubleBuffer(store), 1)
         assert sender.send(tensors).version == 3
