@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - stores check that one user owns them
@@ -16,7 +15,6 @@ def default_store(system: str, port: object) -> Path:
     a SLURM job, and ``port``, which distinguishes this job from the user's other jobs. A restarted
     job gets the same path. The store outlives the job.
     """
-    base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     job = os.environ.get("SLURM_JOB_ID")
     parts = ["dbuffer", system, str(os.getuid()), *([f"job{job}"] if job else []), str(port)]
-    return base / "-".join(parts)
+    return _SHARED_MEMORY / "-".join(parts)
