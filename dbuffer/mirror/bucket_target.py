@@ -219,9 +219,7 @@ class BucketTarget:
 
     def _has_objects(self) -> bool:
         """Whether mirrors have put versions or records into the bucket."""
-        return any(map(version_of, self._bucket.list(VERSIONS_PREFIX))) or any(
-            map(is_of_receivers, self._bucket.list(RECEIVERS_PREFIX))
-        )
+        return any(version_of(name) or is_of_receivers(name) for name in self._bucket.list(""))
 
     def _needs_weights(self, deltas: dict[VersionId, bytes], layout: Layout) -> bool:
         last = self._last
