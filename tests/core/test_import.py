@@ -37,7 +37,7 @@ PACKAGES = (
 """Imports point from right to left."""
 
 MAX_ENTRIES = 13
-BESIDES = {"__init__.py", "__main__.py", "__pycache__", "api.py", "errors.py", "py.typed"}
+BESIDES = {"__init__.py", "__main__.py", "__pycache__", "errors.py", "py.typed"}
 
 PROBE = """
 import json, logging, os, signal, sys, threading
@@ -172,22 +172,16 @@ def test_public_names_have_docstrings():
 
 
 def test_type_checkers_see_the_same_names():
-    """As a type checker reads them: all errors, and what `dbuffer.api` imports as ``X as X``."""
-    tree, api = (
-        ast.parse((ROOT / name).read_text(encoding="utf-8")) for name in ("__init__.py", "api.py")
-    )
+    """As a type checker reads them: all errors, and what is imported as ``X as X``."""
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     imported = {
         alias.name: node.module
-        for node in api.body
-        if isinstance(node, ast.ImportFrom)
+        for node in imports
         for alias in node.names
         if alias.asname == alias.name
     }
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert [node.module for node in imports if node.names[0].name == "*"] == [
-        "dbuffer.errors",
-        "dbuffer.api",
-    ]
+    assert [node.module for node in imports if node.names[0].name == "*"] == ["dbuffer.errors"]
     errors = {name for name in vars(dbuffer.errors) if not name.startswith("_")}
     assert {*imported, *errors, "__version__"} == set(dbuffer.__all__)
     for name, module in imported.items():

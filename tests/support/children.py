@@ -26,7 +26,7 @@ _paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
 _environment = dict(os.environ)
 _PRELOADED = [
-    *("dbuffer.api", "dbuffer.engine.rank_receiver", "dbuffer.mirror.mirror"),
+    *("dbuffer.engine.rank_receiver", "dbuffer.mirror.mirror", "dbuffer.publish.sender"),
     *("dbuffer.publish.sharded", "dbuffer.tools.doctor.peer", "hypothesis.stateful"),
     *("prometheus_client", "pytest", "tests.support.damage", "tests.support.light_engines"),
     "torch._dynamo",  # which torch imports when it first computes on tensors without memory
