@@ -24,11 +24,6 @@ def until_anchor(num_deltas: int, delta_bytes: int, version_bytes: int) -> tuple
     return MAX_CHAIN - num_deltas, int(MAX_CHAIN_SHARE * version_bytes) - delta_bytes
 
 
-def is_long(delta_bytes: Sequence[int], version_bytes: int) -> bool:
-    num_deltas, num_bytes = until_anchor(len(delta_bytes), sum(delta_bytes), version_bytes)
-    return num_deltas <= 0 or num_bytes < 0
-
-
 def is_within_limits(delta_bytes: Sequence[int], version_bytes: int) -> bool:
     return min(until_anchor(len(delta_bytes), sum(delta_bytes), version_bytes)) >= 0
 
@@ -41,16 +36,11 @@ def trimmed(
     ``delta_bytes`` has the size of the delta that leads to each version, oldest first. The delta
     that leads to the oldest version does not count. ``anchor`` is the earlier version in the
     weights file, or None if the file has the newest version. The anchor and later versions stay.
-    Without an anchor, only the newest version stays if its delta alone exceeds the limits.
+    Return {} if only the newest version would stay: a single version is no chain.
     """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:
         if is_within_limits([delta_bytes[version] for version in versions[1:]], version_bytes):
             break
-        versions = versions[1:]
-    return {version: delta_bytes[version] for version in versions}
-
-
-def chain_of(delta_bytes: dict[VersionId, int]) -> list[VersionId]:
-    """Return the versions of a chain, oldest first. A single version is no chain: return []."""
-    return list(delta_bytes) if len(delta_bytes) > 1 else []
+        del versions[0]
+    return {version: delta_bytes[version] for version in versions if len(versions) > 1}

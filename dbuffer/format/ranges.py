@@ -41,14 +41,6 @@ class ByteRanges(NamedTuple):
         counts: Integers = places.searchsorted(self.ends) - places.searchsorted(self.starts)
         return counts
 
-    def outside(self, start: int, end: int) -> Integers:
-        """Return the places from ``start`` to ``end`` that are in none of the ranges."""
-        ends = np.append(self.starts, end)
-        lengths = np.maximum(ends - np.append(start, self.ends), 0)
-        places: Integers = (ends - lengths.cumsum()).repeat(lengths)
-        places += np.arange(len(places))
-        return places
-
     def owners(self, places: Integers) -> Integers:
         """Return, for each place, the index of the range that contains it, or -1 if none does."""
         rows = self.ends.searchsorted(places, side="right")

@@ -136,30 +136,25 @@ def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copi
 def find_on_device(
     before: torch.Tensor, after: torch.Tensor, layout: Layout, *, first_byte: int = 0
 ) -> list[DeviceChanges]:
-    """Compare two versions in a device's memory. Takes the arguments of `find_changes`."""
+    """Compare two versions in a device's memory. Takes the arguments of `find_changes`.
+
+    Words between tensors should be equal in both versions: they count and are copied until
+    `encode_found` drops them.
+    """
     found: list[DeviceChanges] = []
     for start, end, width in _cut(layout, first_byte, first_byte + len(after), DEVICE_BYTES):
-        tensors = layout.byte_ranges.within(start, end).in_words(width)
-        padding = tensors.outside(start // width, end // width) - start // width
         old, new = (side[start - first_byte : end - first_byte] for side in (before, after))
-        found.append(DeviceChanges(old, new, (start, end, width), padding))
+        found.append(DeviceChanges(old, new, (start, end, width)))
     return found
 
 
 class DeviceChanges:
-    """Changed words of a range of memory on a device, on their way to main memory.
+    """Changed words of a range of memory on a device, on their way to main memory."""
 
-    ``padding`` has the positions of words that belong to no tensor.
-    """
-
-    def __init__(
-        self, old: torch.Tensor, new: torch.Tensor, compared: _Range, padding: Integers
-    ) -> None:
+    def __init__(self, old: torch.Tensor, new: torch.Tensor, compared: _Range) -> None:
         self.start, self.end, self.width = compared
         words = _SIGNED_WORDS[self.width]
         differences = new.view(words) - old.view(words)
-        if len(padding):
-            differences[torch.from_numpy(padding).to(new.device)] = 0
         (positions,) = differences.nonzero(as_tuple=True)  # the host waits for the device here
         self.num_bytes = self.width * len(positions)
         self._positions = Download(positions.to(torch.int32))
@@ -238,7 +233,7 @@ def _encode(
     def work(first: int, last: int) -> None:
         for find, (start, end, width) in ranges[first:last]:
             for group in _groups_of(find_pieces(find, start, end, width)):
-                chunks.append(encode_chunk(*_join(group)))
+                chunks.append(encode_chunk(*map(np.concatenate, zip(*group, strict=True))))
 
     copier.in_parallel(work, copier.cut_work([end - start for _, (start, end, _) in ranges]))
     return Changes(sorted(chunks), changed)
@@ -257,11 +252,6 @@ def _groups_of(pieces: Iterable[_Found]) -> Iterator[list[_Found]]:
             group.append(piece)
     if group:
         yield group
-
-
-def _join(group: list[_Found]) -> _Found:
-    places, differences = zip(*group, strict=True)
-    return np.concatenate(places), np.concatenate(differences)
 
 
 def _compare(old: Words, new: Words) -> _Found:

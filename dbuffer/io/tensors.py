@@ -48,8 +48,8 @@ class FileTensors:
         self._slices: dict[tuple[int, bool], list[tuple[int, int]]] = {}
 
     @classmethod
-    def in_memory(cls, layout: Layout, device: torch.device | None = None) -> FileTensors:
-        return cls(new_memory(layout.checksums_offset, device), layout)
+    def in_memory(cls, layout: Layout) -> FileTensors:
+        return cls(new_memory(layout.checksums_offset), layout)
 
     @cached_property
     def raw(self) -> memoryview:

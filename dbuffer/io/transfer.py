@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from dbuffer.errors import StoreAccessError, StoreCorruptError
-from dbuffer.format.layout import SPAN_BYTES, Layout, Span, TensorSpec
+from dbuffer.format.layout import SPAN_BYTES, Layout, Span
 from dbuffer.format.places import part_path
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import (
@@ -80,46 +80,27 @@ def write_tensors(
     sources: Sequence[torch.Tensor],
     copier: Copier,
     *,
+    offset: int = 0,
     hashed: bool,
-) -> list[int] | None:
-    """Write all tensors into an open file, cast to its dtypes; return checksums if ``hashed``."""
+) -> list[int]:
+    """Write the tensors of a layout into an open file, cast to the layout's dtypes.
+
+    ``offset`` is the offset of the first tensor in the file. Return the digests of the layout's
+    blocks if ``hashed``, else [].
+    """
     digests = [0] * len(layout.blocks)
+    # Don't write the padding after the last tensor: a part file ends with its last tensor.
+    end_byte = layout.offsets[-1] + layout.sizes[-1] if layout.specs else 0
 
     def work(first: int, end: int) -> None:
         for span, data in _fill_spans(layout, sources, layout.spans[first:end]):
-            filesystem.write_at(file.number, span.start, data)
+            filesystem.write_at(file.number, offset + span.start, data[: end_byte - span.start])
             if hashed:
                 _hash_span(layout, span, data, digests)
 
     with filesystem.os_errors("write the weights", path):
         copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
-    return join_blocks(layout.blocks, digests) if hashed else None
-
-
-def write_tensor(
-    file: Descriptor,
-    path: Path,
-    offset: int,
-    spec: TensorSpec,
-    source: torch.Tensor,
-    *,
-    hashed: bool,
-) -> list[int]:
-    """Write a tensor at ``offset``, cast to its spec's dtype.
-
-    Return the digests of the tensor's blocks if ``hashed``, else zeros.
-    """
-    layout = Layout.of([spec])
-    digests = [0] * len(layout.blocks)
-    with filesystem.os_errors("write a tensor", path):
-        for span, data in _fill_spans(layout, [source], layout.spans):
-            # Leave out the padding: at the file's end, the file would get too long.
-            filesystem.write_at(
-                file.number, offset + span.start, data[: spec.num_bytes - span.start]
-            )
-            if hashed:
-                _hash_span(layout, span, data, digests)
-    return digests
+    return digests if hashed else []
 
 
 def chunks_of(file: Descriptor, path: Path | str) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from dbuffer.errors import StoreAccessError, StoreNotFoundError
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import Manifest, encode
 from dbuffer.format.objects import POINTER_OBJECT, BucketVersion
-from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.chain_reader import read_version
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors
 from dbuffer.mirror.bucket import Bucket, Tag
@@ -130,8 +130,8 @@ class OpenBucketVersion(OpenVersion):
 
         self._bucket.download(self._record.weights_file, put)
         self.copies = None  # they may be damaged
-        chain = ChainReader(self, memory.layout)
-        return chain.read(memory, copier, since=manifest.file_version, hashed=hashed)
+        since = manifest.file_version
+        return read_version(self, memory.layout, memory, copier, since=since, hashed=hashed)
 
 
 class BucketSource(Followed):

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dbuffer.errors import OptionError, StoreAccessError, StoreCorruptError, WriterSupersededError
-from dbuffer.format.chain import chain_of, is_within_limits, trimmed
+from dbuffer.format.chain import is_within_limits, trimmed
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest
@@ -276,7 +276,7 @@ class BucketTarget:
             of_file = last.manifest.of_file | {"file": last.manifest.file}
             weights_file, anchor = last.weights_file, last.manifest.file_version
         sizes = {first: 0} | {version: file.num_bytes for version, file in files.items()}
-        versions = chain_of(trimmed(sizes, layout.num_bytes, anchor))
+        versions = list(trimmed(sizes, layout.num_bytes, anchor))
         described = replace(
             manifest, **of_file, is_final=True, anchor=anchor, anchor_buffer=None, chain=versions
         )

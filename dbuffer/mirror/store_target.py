@@ -18,11 +18,11 @@ from dbuffer.errors import (
     WaitTimeoutError,
 )
 from dbuffer.format import places
-from dbuffer.format.chain import chain_of, trimmed
+from dbuffer.format.chain import trimmed
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import UNDECODABLE, Pointer
-from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.chain_reader import read_version
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of, read_tensors
@@ -234,7 +234,7 @@ class StoreTarget:
             checksums = opened.read_into(memory, copier, hashed=hashed)
         elif draft.is_mapped or opened.manifest.anchor is not None:
             memory = draft.memory()
-            checksums = ChainReader(opened, remote).read(memory, copier, hashed=hashed)
+            checksums = read_version(opened, remote, memory, copier, hashed=hashed)
         else:
             file, weights = opened.file.number, draft.claim.weights
             return read_tensors(file, opened.path, remote, weights, copier, hashed=draft.hashed)
@@ -261,7 +261,7 @@ class StoreTarget:
                 layout_xxh3 = newest.manifest.layout_xxh3
                 if newest.manifest.id not in chain or layout_xxh3 != draft.layout.xxh3:
                     return since
-                ChainReader(newest, draft.layout).read(draft.mapped, self._copier)
+                read_version(newest, draft.layout, draft.mapped, self._copier)
                 return newest.manifest.id
         return None
 
@@ -276,7 +276,7 @@ class StoreTarget:
 
         before = self._delta_sizes()
         copied = copy_deltas(next(reversed(before), None), opened, draft.layout, self.name, copy)
-        chain = chain_of(trimmed(before | copied, draft.layout.num_bytes, None)) if copied else []
+        chain = list(trimmed(before | copied, draft.layout.num_bytes, None)) if copied else []
         return chain, sum(copied.get(version, 0) for version in chain[1:])
 
     def _delta_sizes(self) -> dict[VersionId, int]:

@@ -14,12 +14,12 @@ A version has no delta if
 - it is the sender's first, or the publish before it failed;
 - it has other tensors than the last version, or other ranks hold them;
 - too much changed (`MAX_CHANGED_SHARE`);
-- it has a weights file, and its delta would be too long (`is_long`);
+- it has a weights file, and its delta would exceed the limits of a chain (`format.chain`);
 - the store has no room for the delta of a version with a weights file.
 
 On a network mount, a version with a delta gets a weights file too if
 
-- the chain of deltas since its anchor is too long (`is_long`);
+- another delta would exceed the limits of a chain;
 - a file of the last version, or one of its deltas, is damaged or gone;
 - a receiver has reported that it cannot read one of the versions after the anchor.
 
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,12 +44,11 @@ from dbuffer.errors import (
     StoreCorruptError,
     StoreFullError,
     StoreNotFoundError,
-    VersionError,
 )
-from dbuffer.format.chain import chain_of, is_long, trimmed
+from dbuffer.format.chain import is_within_limits, trimmed
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest
-from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.chain_reader import read_version
 from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import encode_delta
@@ -58,7 +57,6 @@ from dbuffer.io.tensors import MappedTensors
 from dbuffer.publish.draft import Draft, fill, join_digests_of_parts
 from dbuffer.publish.kept_copy import MAX_CHANGED_SHARE, KeptCopy
 from dbuffer.publish.part import Part
-from dbuffer.publish.patches import SparsePatch, patch_of
 from dbuffer.ranks.world import World
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.trouble import log_once
@@ -74,8 +72,6 @@ _UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
 _GPU_SHARE = 0.25
 """Largest fraction of a GPU's free memory that a copy of the last version may take."""
 
-_FAILED = "the last publish failed"
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaBase:
@@ -86,7 +82,13 @@ class DeltaBase:
     checksums: Sequence[int] | None
     delta_bytes: dict[VersionId, int]
     """Size in bytes of the delta that leads to each version of the chain of deltas, oldest version
-    first. The chain's first version has 0."""
+    first. The chain's first version has 0. Empty if no delta leads to the last version."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more delta after the anchor would exceed the limits of a chain."""
+        sizes = [self.delta_bytes[version] for version in self.manifest.since_anchor]
+        return not is_within_limits([*sizes, 0], self.manifest.num_bytes)
 
     def problem(self, writer: BufferWriter) -> str | None:
         """Return why receivers cannot read the last version or its deltas, or None if they can."""
@@ -95,7 +97,7 @@ class DeltaBase:
         if manifest is None or manifest.id != self.manifest.id:
             # No manifest names the last version's files now, so the next claim may remove them.
             return "the store lost the last version's manifest"
-        _, *later = self.delta_bytes.items()
+        later = list(self.delta_bytes.items())[1:]
         files = {store.delta_path(name): num_bytes for name, num_bytes in later}
         files[store.weights_path(self.buffer, manifest)] = manifest.file_bytes
         problem = writer.problem_with(files)
@@ -109,7 +111,11 @@ class DeltaBase:
 
 
 class Deltas:
-    """Maker of the deltas between a sender's versions, on one rank or on several ranks together."""
+    """Maker of the deltas between a sender's versions, on one rank or on several ranks together.
+
+    Each version takes the steps `compare`, `plan_file`, `write`, `commit` and `keep`, in this
+    order. After an error, `forget` ends them.
+    """
 
     def __init__(
         self,
@@ -123,47 +129,37 @@ class Deltas:
         self._world = world
         self._copier = copier
         self._maps_files = maps_files
-        self._version = 0
         self._part: Part | None = None
+        """This rank's part of the last version, or None if no delta can lead from it."""
         self._copy: KeptCopy | None = None
         self._file: MappedTensors | None = None
         self._base: DeltaBase | None = None
-        self._why_none: str | None = "this sender has published no version yet"
-        """Reason why the next version gets no delta from the version before it, or None."""
+        self._why_none = "this sender has published no version yet"
+        """Reason why the next version gets no delta from the version before it, if it gets none."""
         self._find: Callable[[], Changes] | None = None
-        """Function that encodes and returns the changes that `begin` has found on a GPU."""
+        """Function that encodes and returns the changes that `compare` has found on a GPU."""
         self._changes: Changes | None = None
         """Changes from the last version to the version being published, on rank 0; None until the
         versions are compared."""
 
-    def forget(self, reason: str = _FAILED) -> None:
+    def forget(self, reason: str = "the last publish failed") -> None:
         """Forget the last version. The next version has no delta, and the log gives ``reason``."""
         self._why_none = reason
-        self._copy = self._file = self._base = self._changes = self._find = None
+        self._part = self._copy = self._file = self._base = self._changes = self._find = None
 
-    def patch_of(self, patches: Iterable[SparsePatch], *, must_be_finite: bool) -> Patch:
-        if self._part is None or self._why_none is not None:
-            raise VersionError(
-                f"this sender has no last version in {self._store.root} that patches could change: "
-                "send all weights first, and again after each error"
-            )
-        return patch_of(patches, self._part.whole, must_be_finite=must_be_finite)
-
-    def begin(self, part: Part, source: Source, version: int) -> None:
-        """Begin a version: write it into the `KeptCopy`, if any, and find what changed. Collective.
+    def compare(self, part: Part, source: Source) -> None:
+        """Write the version into the `KeptCopy`, if any, and find what changed. Collective.
 
         Without a copy, `write` finds what changed. If the copy is on a GPU, `write` encodes the
-        changes. ``version`` is the version's number, which only rank 0 needs, for its log.
+        changes.
         """
-        world, self._version = self._world, version
-        if self._why_none is None and self._part is not part:
-            self.forget(
+        if self._part is not part:
+            other = (
                 "its tensors are not those of the last version, or are on other ranks than before"
             )
-        if self._why_none is not None:
-            self._explain(self._why_none)
+            self.forget(self._why_none if self._part is None else other)
         # Until `keep` is called, count the last version as gone: any step before may fail.
-        self._why_none, self._part, self._changes, self._find = _FAILED, part, None, None
+        self._part = self._changes = self._find = None
         gpu = self._gpu_for_copy(part, source) if self._maps_files else None
         if self._maps_files and gpu is None:
             self._copy = None
@@ -174,7 +170,7 @@ class Deltas:
         if source.patch is not None:
             self._changes = self._copy.patch(source.patch)
             return
-        fill(self._copy, "copy" if is_new else "compare", source, world)
+        fill(self._copy, "copy" if is_new else "compare", source, self._world)
         if is_new:
             self._copy.take_changes()
         elif gpu is not None:
@@ -207,44 +203,37 @@ class Deltas:
             decoded = [msgspec.msgpack.decode(data, type=Changes) for data in step.messages]
             self._changes = Changes.joined([changes, *decoded])
 
-    def plan_file(self, writer: BufferWriter) -> bool:
+    def plan_file(self, writer: BufferWriter, version: int) -> bool:
         """Return whether the version gets a weights file; log the reason if it gets one.
 
-        Rank 0 calls this method before it claims a buffer.
+        Rank 0 calls this method before it claims a buffer. ``version`` is only for the log.
         """
         base = self._base
-        if base is None or (self._changes is not None and not self._is_worth(self._changes)):
+        if base is None or (self._changes is not None and not self._is_worth(base, self._changes)):
             self._base = None
             return True
-        problem = base.problem(writer)
-        if problem is not None:
-            self._base = replace(base, delta_bytes={base.manifest.id: 0})
-            logger.warning(
-                "%s: version %d gets a whole file, because earlier deltas cannot be used: %s",
-                self._store.root,
-                self._version,
-                problem,
-            )
+        if problem := base.problem(writer):
+            message = "%s: version %d gets a whole file, because earlier deltas cannot be used: %s"
+            logger.warning(message, self._store.root, version, problem)
+            self._base = replace(base, delta_bytes={})
             return True
-        if self._maps_files:
-            return True
-        sizes = [base.delta_bytes[version] for version in base.manifest.since_anchor]
-        if is_long(sizes, base.manifest.num_bytes):
-            logger.info(
-                "%s: version %d gets a whole file: the deltas since its anchor are too long",
-                self._store.root,
-                self._version,
-            )
-            return True
-        return False
+        if self._maps_files or not base.is_full:
+            return self._maps_files
+        message = "%s: version %d gets a whole file: the deltas since its anchor are too long"
+        logger.info(message, self._store.root, version)
+        return True
 
     def write(self, draft: Draft, source: Source) -> list[int] | None:
-        """Write the version's weights file, if it gets one; find what changed, unless `begin` did.
+        """Write the version's weights file, if any; find what changed, unless `compare` did.
 
         Collective. Return each tensor's checksum, or None if versions have no checksums.
         """
         world, copy, find = self._world, self._copy, self._find
-        if copy is not None and draft.has_file:
+        if copy is None:
+            if source.patch is not None:
+                return self._write_patch(draft, source.patch)
+            fill(draft, "write", source, world)
+        elif draft.has_file:
             with world.step("write its part"), ThreadPoolExecutor(1, "delta", leave_core) as thread:
                 if find is not None:
                     try:
@@ -253,18 +242,14 @@ class Deltas:
                         message = "%s: no thread to encode a delta with (%s): encoding it later"
                         log_once(logger, message, self._store.root, str(error))
                 draft.write(range(len(copy.contents.views)), copy.contents.views)
-        elif copy is not None:
+        else:
             if not draft.hashed:
                 return None
             with world.step("hash its part") as step:
                 step.result = copy.digests()
             return join_digests_of_parts(draft.layout, step.results)
-        elif source.patch is not None:
-            return self._write_patch(draft, source.patch)
-        else:
-            fill(draft, "write", source, world)
         checksums = draft.finish_parts(world)
-        if find is None and self._file is not None and self._changes is None:
+        if find is None and self._file is not None:
             find = partial(
                 find_changes,
                 self._file.data,
@@ -311,7 +296,7 @@ class Deltas:
             open_newest(self._store, newer_than=None) or contextlib.nullcontext() as newest,
         ):
             if newest is not None and since in newest.manifest.chain:
-                ChainReader(newest, mapped.layout).read(mapped, self._copier, since=since)
+                read_version(newest, mapped.layout, mapped, self._copier, since=since)
                 if not _damaged(mapped, base, self._copier):
                     return True
                 logger.warning("%s was damaged after it was written: writing it again", draft.path)
@@ -329,15 +314,18 @@ class Deltas:
         All ranks must have written the draft. Return the delta's size in bytes, or None if the
         version has no delta.
         """
-        num_bytes = self._write_delta(draft, checksums)
-        base, delta_bytes, fields = self._base, {draft.id: 0}, dict[str, Any]()
-        if base is not None and num_bytes is not None:
-            delta_bytes = {**base.delta_bytes, draft.id: num_bytes}
+        base, fields, delta_bytes = self._base, dict[str, Any](), dict[VersionId, int]()
+        num_bytes = None if base is None else self._write_delta(base, draft, checksums)
         if base is not None and not draft.has_file:
             fields = base.manifest.upon(base.buffer)
-        delta_bytes = trimmed(delta_bytes, draft.layout.num_bytes, fields.get("anchor"))
+        if base is not None and num_bytes is not None:
+            chain = (base.delta_bytes or {base.manifest.id: 0}) | {draft.id: num_bytes}
+            delta_bytes = trimmed(chain, draft.layout.num_bytes, fields.get("anchor"))
+        else:
+            message = "%s: version %d has no delta: %s"
+            logger.info(message, self._store.root, draft.id.number, self._why_none)
         source.check()
-        manifest = draft.commit(metadata, checksums, chain=chain_of(delta_bytes), **fields)
+        manifest = draft.commit(metadata, checksums, chain=list(delta_bytes), **fields)
         self._base = DeltaBase(manifest, draft.claim.buffer, checksums, delta_bytes)
         return num_bytes
 
@@ -345,11 +333,14 @@ class Deltas:
         """Keep the published version's mapped file or copy, for the delta to the next version."""
         if self._maps_files:
             self._file = draft.mapped
-        self._why_none = None
+        self._part = draft.part
 
-    def _write_delta(self, draft: Draft, checksums: list[int] | None) -> int | None:
-        base, changes, layout = self._base, self._changes, draft.layout
-        if base is None or changes is None or not self._is_worth(changes):
+    def _write_delta(
+        self, base: DeltaBase, draft: Draft, checksums: list[int] | None
+    ) -> int | None:
+        changes, layout = self._changes, draft.layout
+        assert changes is not None  # noqa: S101 - a version with a base was compared with it
+        if not self._is_worth(base, changes):
             return None
         encoded = encode_delta(
             changes.chunks,
@@ -359,29 +350,25 @@ class Deltas:
             layout_xxh3=layout.xxh3,
         )
         num_bytes = sum(map(len, encoded))
-        if draft.has_file and is_long([num_bytes], layout.num_bytes):
-            self._explain(f"it would have {num_bytes} bytes, and all tensors {layout.num_bytes}")
+        if draft.has_file and not is_within_limits([num_bytes], layout.num_bytes):
+            self._why_none = f"it would have {num_bytes} bytes, and all tensors {layout.num_bytes}"
             return None
         try:
             return draft.writer.add_delta(draft.claim, draft.id, encoded)
         except StoreFullError:
             if not draft.has_file:
                 raise
+            self._why_none = "the store has no room for it"
             message = "%s has no room for deltas: versions have no deltas until there is room"
             log_once(logger, message, self._store.root)
             return None
 
-    def _is_worth(self, changes: Changes) -> bool:
-        """Whether so few bytes changed that a delta is useful. If not, log the reason."""
-        assert self._part is not None  # noqa: S101 - it has begun
-        if changes.num_bytes <= MAX_CHANGED_SHARE * self._part.whole.num_bytes:
+    def _is_worth(self, base: DeltaBase, changes: Changes) -> bool:
+        """Whether so few bytes changed that a delta is useful. If not, set the reason."""
+        if changes.num_bytes <= MAX_CHANGED_SHARE * base.manifest.num_bytes:
             return True
-        self._explain(f"more than {100 * MAX_CHANGED_SHARE:.0f} % of all bytes changed")
+        self._why_none = f"more than {100 * MAX_CHANGED_SHARE:.0f} % of all bytes changed"
         return False
-
-    def _explain(self, reason: str) -> None:
-        if self._world.rank == 0:
-            logger.info("%s: version %d has no delta: %s", self._store.root, self._version, reason)
 
 
 def _damaged(mapped: MappedTensors, base: DeltaBase, copier: Copier) -> str | None:

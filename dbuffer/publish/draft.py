@@ -27,7 +27,7 @@ from dbuffer.io.tensors import (
     join_blocks,
     pack_checksums,
 )
-from dbuffer.io.transfer import DIGEST_OF_NOTHING, write_tensor, write_tensors
+from dbuffer.io.transfer import DIGEST_OF_NOTHING, write_tensors
 from dbuffer.publish.part import Part
 from dbuffer.ranks.world import World
 from dbuffer.store import filesystem
@@ -164,29 +164,19 @@ class Draft:
 
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
         """Write the elements of some parts ("boxes") of tensors, cast to the file's dtypes."""
-        part, layout, copier = self.part, self.part.layout, self._copier
-        if part.has_all and len(numbers) == len(layout.specs):
-            if self.is_mapped:
-                if self._store.medium.is_in_memory and any_on_gpu(elements):
-                    self.mapped.expect_device()
-                self._checksums = copier.write(self.mapped, elements, hashed=self.hashed)
-            else:
-                self._checksums = write_tensors(
-                    self.claim.weights, self.path, layout, elements, copier, hashed=self.hashed
-                )
-        elif self.is_mapped:
+        part, copier = self.part, self._copier
+        if not self.is_mapped:
+            for batch, number, layout in part.batches(numbers):
+                offset = part.layout.offsets[number]
+                self._write_tensors(self._file_to_write(), number, layout, offset, elements[batch])
+        elif part.has_all and len(numbers) == len(part.layout.specs):
+            if self._store.medium.is_in_memory and any_on_gpu(elements):
+                self.mapped.expect_device()
+            self._checksums = copier.write(self.mapped, elements, hashed=self.hashed)
+        else:
             boxes = [part.boxes[number] for number in numbers]
             views = [box.of(self.mapped.views[box.tensor]) for box in boxes]
             copier.copy_tensors(views, elements)
-        elif numbers:
-            file = self._file_to_write()
-
-            def write_some(first: int, end: int) -> None:
-                for number, tensor in zip(numbers[first:end], elements[first:end], strict=True):
-                    spec = layout.specs[number]
-                    self._write_tensor(file, number, spec, layout.offsets[number], tensor)
-
-            copier.in_parallel(write_some, copier.cut_work([layout.sizes[n] for n in numbers]))
 
     def write_stream(self, source: Source) -> None:
         """Write tensors one after another, as an iterator yields them.
@@ -196,7 +186,7 @@ class Draft:
         specs, end, done_bytes = list[TensorSpec](), 0, 0
         for spec, tensor in source.stream or ():
             source.refuse_values([spec], [tensor])
-            self._write_tensor(self.claim.weights, len(specs), spec, end, tensor)
+            self._write_tensors(self.claim.weights, len(specs), Layout.of([spec]), end, [tensor])
             specs.append(spec)
             end = align(end + spec.num_bytes)
             done_bytes += spec.num_bytes
@@ -208,12 +198,21 @@ class Draft:
         specs = [spec._replace(name=name) for spec, name in zip(specs, names, strict=True)]
         self._part = Part(Layout.of(specs))
 
-    def _write_tensor(
-        self, file: Descriptor, number: int, spec: TensorSpec, offset: int, tensor: torch.Tensor
+    def _write_tensors(
+        self,
+        file: Descriptor,
+        number: int,
+        layout: Layout,
+        offset: int,
+        elements: list[torch.Tensor],
     ) -> None:
-        digests = write_tensor(file, self.path, offset, spec, tensor, hashed=self.hashed)
-        if spec.num_bytes:
-            self._digests[number] = digests
+        """Write consecutive boxes, from box ``number`` on, into a file that is not mapped."""
+        digests = write_tensors(
+            file, self.path, layout, elements, self._copier, offset=offset, hashed=self.hashed
+        )
+        for block, block_digest in zip(layout.blocks, digests, strict=self.hashed):
+            if block.num_bytes:
+                self._digests.setdefault(number + block.tensor, []).append(block_digest)
 
     def _file_to_write(self) -> Descriptor:
         if self.part.has_all:
@@ -251,7 +250,9 @@ class Draft:
     ) -> Manifest:
         """Publish the version, on rank 0. ``described`` are further fields of the manifest."""
         if self.has_file:
-            self._check_parts()
+            sizes = {part_path(self.path, part): n for part, n in enumerate(self.layout.part_bytes)}
+            if problem := self.writer.problem_with({path: n for path, n in sizes.items() if n}):
+                raise StoreAccessError(f"{problem}; do all ranks have the store on the same mount?")
             described |= self._seal(checksums)
         manifest = self.writer.commit(self.claim, metadata=metadata, **described)
         self._is_done = True
@@ -267,25 +268,6 @@ class Draft:
                 table_xxh3 = digest(table)
             filesystem.write_at(file, layout.layout_offset, layout.encoded + layout.tail)
         return layout.describe_file(table_xxh3)
-
-    def _check_parts(self) -> None:
-        path, layout = self.path, self.layout
-        if not layout.is_in_parts:
-            return
-        with filesystem.os_errors("look at the parts", path):
-            filesystem.refresh(path.parent)
-            for part, num_bytes in enumerate(layout.part_bytes):
-                if not num_bytes:
-                    continue
-                try:
-                    size = part_path(path, part).stat().st_size
-                except FileNotFoundError:
-                    size = 0
-                if size != num_bytes:
-                    raise StoreAccessError(
-                        f"{part_path(path, part)} has {size} bytes on this host, but its rank "
-                        f"wrote {num_bytes}: do all ranks have the store on the same mount?"
-                    )
 
     def abandon(self) -> None:
         """Abandon the version, unless it was committed. The next claim reuses its buffer."""

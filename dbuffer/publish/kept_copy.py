@@ -5,11 +5,10 @@ A sender compares the next version with this copy, to find what changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from dbuffer.format.layout import Layout
 from dbuffer.io.changes import (
     DEVICE_BYTES,
     Changes,
@@ -62,7 +61,9 @@ class KeptCopy:
 
         All ranks call `write` in one step, so if a rank has too little memory, all ranks raise.
         """
-        return FileTensors.in_memory(self.part.layout, self.device)
+        layout = self.part.layout
+        memory = new_memory(layout.checksums_offset, self.device)
+        return FileTensors(self._zeroed(memory), layout)
 
     def take_changes(self) -> Changes:
         """Return the changes since the last call.
@@ -79,19 +80,16 @@ class KeptCopy:
         """Compare parts ("boxes") of tensors with the copy, then copy and cast them into it."""
         # Read each element only once: the trainer may change it between two reads, but the delta
         # and the copy must have the same value.
-        contents, specs = self.contents, self.part.layout.specs
-        by_number = dict(zip(numbers, elements, strict=True))
-        for batch in self._batches(numbers):
-            views = contents.views[batch.start : batch.stop]
-            elements = [by_number[number] for number in batch]
-            if self._changes is None:
-                self._copier.copy_tensors(views, elements)
-                continue
-            layout = Layout.of(specs[batch.start : batch.stop])
+        contents, copier = self.contents, self._copier
+        if self._changes is None:
+            copier.copy_tensors([contents.views[number] for number in numbers], elements)
+            return
+        max_bytes = _BATCH_BYTES if self.device is None else DEVICE_BYTES
+        for batch, number, layout in self.part.batches(numbers, max_bytes):
             new = FileTensors(self._scratch_of(layout.checksums_offset), layout)
-            self._copier.copy_tensors(new.views, elements)
-            self._compare(contents.layout.offsets[batch.start], new.data)
-            self._copier.copy_tensors(views, new.views)
+            copier.copy_tensors(new.views, elements[batch])
+            self._compare(contents.layout.offsets[number], new.data)
+            copier.copy_tensors(contents.views[number : number + len(layout.specs)], new.views)
 
     def _compare(self, first_byte: int, new: torch.Tensor) -> None:
         """Compare the bytes from ``first_byte`` on with new bytes, and note the changes."""
@@ -144,20 +142,11 @@ class KeptCopy:
             self._digests.setdefault(block.tensor, []).append(digest)
         return [digest for _, digests in sorted(self._digests.items()) for digest in digests]
 
-    def _batches(self, numbers: Sequence[int]) -> Iterator[range]:
-        if not numbers:
-            return
-        first, num_bytes, sizes = numbers[0], 0, self.part.layout.sizes
-        limit = _BATCH_BYTES if self.device is None else DEVICE_BYTES
-        for before, number in zip([first - 1, *numbers], numbers, strict=False):
-            is_full = num_bytes + sizes[number] > limit
-            if number > first and (is_full or number != before + 1):
-                yield range(first, before + 1)
-                first, num_bytes = number, 0
-            num_bytes += sizes[number]
-        yield range(first, numbers[-1] + 1)
-
     def _scratch_of(self, num_bytes: int) -> torch.Tensor:
         if len(self._scratch) < num_bytes:
             self._scratch = new_memory(num_bytes, self.device)
-        return self._scratch[:num_bytes]
+        return self._zeroed(self._scratch[:num_bytes])
+
+    def _zeroed(self, memory: torch.Tensor) -> torch.Tensor:
+        """Zero memory on a device, which also compares the padding between tensors."""
+        return memory if self.device is None else memory.zero_()

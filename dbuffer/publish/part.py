@@ -325,6 +325,25 @@ class Part:
             layout.offsets[box.tensor] + file_offset(box, specs[box.tensor]) for box in self.boxes
         ]
 
+    def batches(
+        self, numbers: Sequence[int], max_bytes: float = math.inf
+    ) -> Iterator[tuple[slice, int, Layout]]:
+        """Cut ascending numbers of boxes into batches of consecutive boxes.
+
+        A batch has at most ``max_bytes``, or one box. Yield its slice of ``numbers``, the number of
+        its first box, and its layout.
+        """
+        layout, first, num_bytes = self.layout, 0, 0
+        for at, number in enumerate([*numbers, -1]):
+            size = layout.sizes[number] if number >= 0 else 0
+            is_next = at == 0 or number == numbers[at - 1] + 1
+            if at > first and not (is_next and num_bytes + size <= max_bytes):
+                specs = layout.specs[numbers[first] : numbers[at - 1] + 1]
+                is_whole = len(specs) == len(layout.specs)
+                yield slice(first, at), numbers[first], layout if is_whole else Layout.of(specs)
+                first, num_bytes = at, 0
+            num_bytes += size
+
     def local_boxes(self, source: Source) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
         """Yield numbers and elements of the parts ("boxes") that this rank writes without a gather.
 

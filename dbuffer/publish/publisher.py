@@ -4,7 +4,7 @@ Each version takes the steps of `Publisher._publish`:
 
 1. Describe: the sender's `send` makes a `Source`, and refuses bad input before anything is touched.
    This step gives the layout and this rank's `Part`. A stream's layout is known only at its end.
-2. With deltas: `Deltas.begin`. On a network mount it compares the weights with the last version.
+2. Compare, with deltas: `Deltas.compare`, on a network mount or a GPU.
 3. Claim the idle buffer: `Draft.begin`, `BufferWriter.claim`.
 4. Write: each rank writes its parts of tensors (`fill`). With deltas, `Deltas.write` also finds
    what changed.
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 import torch
 
-from dbuffer.errors import ClosedError, OptionError, StoreBusyError
+from dbuffer.errors import ClosedError, OptionError, StoreAccessError, StoreBusyError
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Lag
@@ -47,7 +47,6 @@ from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.store.acknowledgements import receiver_lags, wait_applied
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.medium import Medium
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.sources import Describer, Rename, Source
 
@@ -152,16 +151,6 @@ class SenderOptions:
             raise OptionError(f"unknown options {unknown}; known are {', '.join(names)}")
         return cls(**values)
 
-    def open_writer(self, store: str | os.PathLike[str]) -> BufferWriter:
-        return BufferWriter(
-            store,
-            durable=self.durable,
-            reader_timeout_s=self.reader_timeout_s,
-            allow_shared_store=self.allow_shared_store,
-            run_name=self.run,
-            keep=self.keep,
-        )
-
     def make_describer(self, *, sharded: bool = False) -> Describer:
         return Describer(
             dtype=self.dtype,
@@ -170,9 +159,6 @@ class SenderOptions:
             as_checkpoint=self.as_checkpoint,
             require_finite=self.require_finite,
         )
-
-    def has_checksums(self, medium: Medium) -> bool:
-        return medium.reaches_other_hosts if self.checksum == "auto" else self.checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,22 +196,19 @@ class Publication:
 class Publisher(Closing, ProcessBound):
     """Base of all senders: publishes into one store until it is closed.
 
-    Only rank 0 has a `BufferWriter`. If ``hashed`` is true, versions have checksums.
+    Only rank 0 has a `BufferWriter`, and decides for all ranks what the mount needs. A sender on a
+    single rank is a world of one rank, which writes all tensors.
     """
 
     _closed_message: str
 
     def __init__(
         self,
-        store: DoubleBuffer,
+        store: str | os.PathLike[str],
+        options: SenderOptions,
         world: World,
-        copier: Copier,
-        writer: BufferWriter | None,
         *,
-        maps_files: bool,
-        rewrites_files: bool,
-        hashed: bool,
-        has_deltas: bool,
+        num_threads: int | None,
     ) -> None:
         super().__init__()
         # Reentrant: a progress callback, or a signal handler during a publish, may call close().
@@ -234,22 +217,48 @@ class Publisher(Closing, ProcessBound):
         self._must_close = False
         names = ("versions", "bytes", "deltas", "delta_bytes", "publish_s")
         self._stats = dict.fromkeys(names, 0.0)
-        self._buffers = store
         self._world = world
-        self._copier = copier
-        self._writer_on_0 = writer
+        self._copier = Copier(num_threads)
+        self._writer_on_0: BufferWriter | None = None
         self._mappings = KeptMappings()
-        self._maps_files = maps_files
-        self._rewrites_files = rewrites_files
-        self._hashed = hashed
         self._deltas: Deltas | None = None
         self._assignment: Assignment | None = None
         self._part: Part | None = None
-        if has_deltas:
+        try:
+            with world.step("open the store") as step:
+                step.result = self._open(store, options)
+        except BaseException:
+            self._close()
+            raise
+        self._maps_files, self._rewrites_files, self._hashed = step.results[0]
+        if options.delta:
             # Imported here: a sender of whole versions does not need the modules of deltas.
             from dbuffer.publish.deltas import Deltas
 
-            self._deltas = Deltas(store, world, copier, maps_files=maps_files)
+            maps_files = self._maps_files
+            self._deltas = Deltas(self._buffers, world, self._copier, maps_files=maps_files)
+
+    def _open(self, store: str | os.PathLike[str], options: SenderOptions) -> list[bool]:
+        """Open the store, for writing on rank 0; return there how to write, for all ranks."""
+        if self._world.rank:
+            self._buffers = DoubleBuffer(store, allow_shared_store=options.allow_shared_store)
+            return []
+        self._writer_on_0 = writer = BufferWriter(
+            store,
+            durable=options.durable,
+            reader_timeout_s=options.reader_timeout_s,
+            allow_shared_store=options.allow_shared_store,
+            run_name=options.run,
+            keep=options.keep,
+        )
+        self._buffers, medium, hosts = writer.store, writer.medium, self._world.hosts
+        if len(hosts) > 1 and not medium.reaches_other_hosts:
+            raise StoreAccessError(
+                f"the ranks run on {', '.join(hosts)}, and {writer.root} is on "
+                f"{medium.filesystem}, which other hosts do not see: use a network mount"
+            )
+        hashed = medium.reaches_other_hosts if options.checksum == "auto" else options.checksum
+        return [medium.maps_files, writer.rewrites_files, hashed]
 
     @property
     def store(self) -> Path:
@@ -404,13 +413,13 @@ class Publisher(Closing, ProcessBound):
         )
         try:
             if deltas is not None and part is not None:
-                deltas.begin(part, source, number)
+                deltas.compare(part, source)
             # Unmap files that the claim may remove: a removed file takes space while it is mapped.
             self._mappings.keep_only(part.whole if part and self._rewrites_files else None)
             with world.step("claim a buffer") as claiming:
                 if world.rank == 0:
                     writer = self._writer
-                    with_file = deltas is None or deltas.plan_file(writer)
+                    with_file = deltas is None or deltas.plan_file(writer, number)
                     claiming.result = draft.begin(
                         writer, writer.version(number), with_file=with_file
                     )

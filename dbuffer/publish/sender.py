@@ -28,7 +28,6 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
-from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
 from dbuffer.io.tensors import FileTensors, file_under
 from dbuffer.publish.draft import checked_metadata
@@ -73,23 +72,13 @@ class WeightSender(Publisher):
         **options: Unpack[SenderKeywords],
     ) -> None:
         chosen = SenderOptions.parse(options)
+        super().__init__(store, chosen, World(), num_threads=chosen.num_threads)
         self._describer = chosen.make_describer()
-        copier = Copier(chosen.num_threads)
-        writer = chosen.open_writer(store)
-        super().__init__(
-            writer.store,
-            World(),
-            copier,
-            writer,
-            maps_files=writer.medium.maps_files,
-            rewrites_files=writer.rewrites_files,
-            hashed=chosen.has_checksums(writer.medium),
-            has_deltas=chosen.delta,
-        )
         self._pending: list[PendingPublication] = []
         """Publications of ``send(wait=False)`` that `_settle` has not waited for yet."""
-        self._is_behind = False
-        """Whether the last ``send`` failed to publish its weights. If so, patches are refused."""
+        self._is_behind = True
+        """Whether the store lacks the last weights: nothing was sent, or the last publish failed.
+        If so, patches are refused."""
 
     @overload
     def send(
@@ -246,16 +235,19 @@ class WeightSender(Publisher):
         with self._publishing():
             if self._deltas is None:
                 options.refuse("delta", False, "True, for a sender of patches")
-            if self._is_behind:
+            if self._is_behind or self._part is None:
                 raise VersionError(
-                    f"the weights that were sent last to {self.store} were not published, so "
-                    "patches have no version to change: send all weights once"
+                    "patches apply to the last weights, which this sender has not published in "
+                    f"{self.store}: send all weights once"
                 )
+            # Imported here: a sender of whole versions does not need the modules of deltas.
+            from dbuffer.publish.patches import patch_of
+
             version = self._writer.next_version(version)
             checked = checked_metadata(metadata)
-            must_be_finite = self._describer.require_finite
-            patch = self._deltas.patch_of(patches, must_be_finite=must_be_finite)
-            return self._publish(started, Source((), [], {}, patch=patch), version, checked)
+            is_strict = self._describer.require_finite
+            patch = patch_of(patches, self._part.whole, must_be_finite=is_strict)
+            return self._send(started, Source((), [], {}, patch=patch), version, checked)
 
     def republish(
         self, version: int | VersionId, *, metadata: Mapping[str, Any] | None = None
@@ -357,18 +349,19 @@ class WeightSender(Publisher):
             self._refuse_idle_buffer(source)
             if not source.is_lazy:
                 source.refuse_values(source.specs, source.eager)
+        self._is_behind = True  # also if patches or an earlier version are not published
         published = self._publish(started, source, version, metadata)
         self._is_behind = False
         return published
 
     def _read_whole(self, opened: OpenStoreVersion, layout: Layout) -> FileTensors:
         # Imported here: a sender reads weights nowhere else.
-        from dbuffer.io.chain_reader import ChainReader
+        from dbuffer.io.chain_reader import published_checksums, read_version
 
-        contents, reader = FileTensors.in_memory(layout), ChainReader(opened, layout)
+        contents = FileTensors.in_memory(layout)
         is_hashed = opened.manifest.checksums_xxh3 is not None
-        checksums = reader.read(contents, self._copier, hashed=is_hashed)
-        if is_hashed and checksums != reader.expected({}):
+        checksums = read_version(opened, layout, contents, self._copier, hashed=is_hashed)
+        if is_hashed and checksums != published_checksums(opened, layout, {}):
             raise StoreCorruptError(
                 f"{opened.path}: version {opened.manifest.version} was damaged after it was "
                 "published; go back to another version"

@@ -10,7 +10,6 @@ different tensors.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -23,9 +22,9 @@ import torch
 from msgspec import convert, to_builtins
 from torch import distributed
 
-from dbuffer.errors import InvalidWeightsError, OptionError, StoreAccessError
+from dbuffer.errors import InvalidWeightsError, OptionError
 from dbuffer.format.layout import TensorSpec, digest
-from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
+from dbuffer.io.copier import MAX_DEFAULT_THREADS
 from dbuffer.io.tensors import as_bytes
 from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.part import (
@@ -42,7 +41,7 @@ from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.cores import num_cores
 from dbuffer.runtime.messages import listed
-from dbuffer.store.buffer import DoubleBuffer, require_version
+from dbuffer.store.buffer import require_version
 from dbuffer.store.liveness import Process
 from dbuffer.weights.lazy_tensor import HeldRows
 from dbuffer.weights.sources import Source, Weights
@@ -89,45 +88,18 @@ class ShardedWeightSender(Publisher):
         rank_timeout_s: float = DEFAULT_RANK_TIMEOUT_S,
         **options: Unpack[SenderKeywords],
     ) -> None:
-        with contextlib.ExitStack() as opened:  # is closed again if the constructor fails
-            ranks = Agreement(group, timeout_s=_step_timeout_s(rank_timeout_s, options))
-            opened.callback(ranks.close)
-
+        ranks = Agreement(group, timeout_s=_step_timeout_s(rank_timeout_s, options))
+        try:
             with ranks.step("take its options"):
                 checks.directory("store", store)
                 checks.positive_seconds("rank_timeout_s", rank_timeout_s)
                 chosen = SenderOptions.parse(options)
-                self._describer = chosen.make_describer(sharded=True)
-                buffers = DoubleBuffer(store, allow_shared_store=chosen.allow_shared_store)
-                copier = Copier(chosen.num_threads or _share_of_cores(ranks))
-                opened.callback(copier.close)
-
-            writer = None
-            with ranks.step("open the store") as step:
-                if ranks.rank == 0:
-                    writer = chosen.open_writer(store)
-                    opened.callback(writer.close)
-                    hosts = {peer.machine: peer.host for peer in ranks.peers}
-                    if len(hosts) > 1 and not writer.medium.reaches_other_hosts:
-                        raise StoreAccessError(
-                            f"the ranks run on {', '.join(sorted(hosts.values()))}, and "
-                            f"{writer.root} is on {writer.medium.filesystem}, which other hosts do "
-                            "not see: use a network mount"
-                        )
-                    hashed = chosen.has_checksums(writer.medium)
-                    step.result = [writer.medium.maps_files, writer.rewrites_files, hashed]
-            maps_files, rewrites_files, hashed = step.results[0]
-            super().__init__(
-                buffers,
-                ranks,
-                copier,
-                writer,
-                maps_files=maps_files,
-                rewrites_files=rewrites_files,
-                hashed=hashed,
-                has_deltas=chosen.delta,
-            )
-            opened.pop_all()
+                num_threads = chosen.num_threads or _share_of_cores(ranks)
+            super().__init__(store, chosen, ranks, num_threads=num_threads)
+        except BaseException:
+            ranks.close()
+            raise
+        self._describer = chosen.make_describer(sharded=True)
         of_job = distributed.get_process_group_ranks(group)
         self._group_rank = {rank: number for number, rank in enumerate(of_job)}
         self._inventory: Inventory | None = None
@@ -328,43 +300,44 @@ def join(ranks: Agreement, source: Source, inventory: Inventory, *, rows_only: b
             no rank holds it.
     """
     # Without boxes, the inventories of most ranks are equal.
-    description = to_builtins(replace(inventory, boxes={}))
-    xxh3 = digest(json.dumps(description).encode())
-    digests = ranks.share("list its tensors", xxh3)
-    described = {xxh3: inventory}
-    # On most trainers all ranks list the same tensors: then the long list is not sent.
-    if len(set(digests)) > 1:
-        is_first = digests.index(xxh3) == ranks.rank
-        sent = ranks.share("send the list of its tensors", description if is_first else {})
-        for of_rank, encoded in zip(digests, sent, strict=True):
-            if of_rank not in described:
-                described[of_rank] = convert(encoded, Inventory)
+    described = _share_distinct(ranks, "its tensors", to_builtins(replace(inventory, boxes={})))
     boxes = [box or [index] for index, box in inventory.boxes.items()]
     boxes_of = ranks.share("send its boxes", boxes)
     with ranks.step("join the tensors of all ranks"):
-        assignment = _join(digests, described, boxes_of, rows_only=rows_only)
-    _compare_replicas(ranks, source, inventory)
+        assignment = _join(described, boxes_of, rows_only=rows_only)
+    with ranks.step("sample the tensors that it holds whole"):
+        sample = _sample_replicas(source, inventory)
+    samples = _share_distinct(ranks, "its samples", sample)
+    with ranks.step("compare the samples"):
+        _require_alike(samples)
     return assignment
 
 
-def _join(
-    digests: Sequence[str],
-    described: Mapping[str, Inventory],
-    encoded: Sequence[list[Any]],
-    *,
-    rows_only: bool,
-) -> Assignment:
-    describing: dict[str, list[int]] = defaultdict(list)
-    for rank, xxh3 in enumerate(digests):
-        describing[xxh3].append(rank)
+Shared: TypeAlias = list[tuple[list[int], Any]]
+"""Distinct values that ranks have exchanged, each with the ranks that have the value."""
+
+
+def _share_distinct(ranks: Agreement, what: str, value: Any) -> Shared:
+    """Exchange a value of each rank. If all values are equal, send only their digests."""
+    xxh3 = digest(json.dumps(value).encode())
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, of_rank in enumerate(ranks.share(f"compare {what}", xxh3)):
+        holders[of_rank].append(rank)
+    if len(holders) == 1:
+        return [(holders[xxh3], value)]
+    is_first = holders[xxh3][0] == ranks.rank
+    sent = ranks.share(f"send {what}", value if is_first else None)
+    return [(group, sent[group[0]]) for group in holders.values()]
+
+
+def _join(described: Shared, encoded: Sequence[list[Any]], *, rows_only: bool) -> Assignment:
     specs: dict[str, TensorSpec] = {}
     indices: dict[str, int] = {}
     ranks_of: dict[str, dict[Ranks, list[int]]] = {}
     aliases: dict[str, str] = {}
     boxes: list[Boxes] = [{} for _ in encoded]
-    for xxh3, ranks in describing.items():
-        inventory = described[xxh3]
-        index_of = []
+    for ranks, description in described:
+        inventory, index_of = convert(description, Inventory), []
         for spec, number in zip(inventory.specs, inventory.group_of, strict=True):
             holding = inventory.groups[number]
             of_tensor = ranks_of.setdefault(spec.name, {})
@@ -430,23 +403,12 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {listed(ranks)} hold"
 
 
-def _compare_replicas(ranks: Agreement, source: Source, inventory: Inventory) -> None:
-    """Raise if tensors with one name differ between ranks. Collective.
-
-    Sampled elements show if two ranks give one name to different tensors: for instance, if two
-    pipeline stages both call their first layer "0".
-    """
-    with ranks.step("sample the tensors that it holds whole") as step:
-        sample = _sample_replicas(source, inventory)
-        step.result = digest(json.dumps(sample).encode())
-    if len(set(step.results)) > 1:
-        samples = ranks.share("send its samples", sample)
-        with ranks.step("compare the samples"):
-            _require_alike(samples)
-
-
 def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
-    """Return a digest of sampled elements of each large tensor that this rank holds whole."""
+    """Return a digest of sampled elements of each large tensor that this rank holds whole.
+
+    The digests show if two ranks give one name to different tensors: for instance, if two pipeline
+    stages both call their first layer "0".
+    """
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for index in inventory.boxes if source.reader is None else ():
         tensor = source.tensors[index]
@@ -469,10 +431,10 @@ def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
     return digests
 
 
-def _require_alike(samples: Sequence[Mapping[str, str]]) -> None:
+def _require_alike(samples: Shared) -> None:
     first: dict[str, tuple[int, str]] = {}
     differing: dict[str, tuple[int, int]] = {}
-    for rank, sample in enumerate(samples):
+    for (rank, *_), sample in samples:
         for name, xxh3 in sample.items():
             holder, expected = first.setdefault(name, (rank, xxh3))
             if xxh3 != expected:

@@ -99,6 +99,7 @@ class Agreement(World):
         with self.step("say where it runs") as step:
             step.result = asdict(Process.here())
         self.peers = [Process(**fields) for fields in step.results]
+        self.hosts = sorted({peer.machine: peer.host for peer in self.peers}.values())
 
     def call(self) -> TranslatedErrors:
         """Return a ``with`` block for one collective call, whose steps all ranks take together.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -40,6 +41,8 @@ class World:
     size: int = 1
     timeout_s: float = math.inf
     """Longest time that ranks wait for a missing rank."""
+    hosts: Sequence[str] = ()
+    """Names of the hosts that several ranks run on, in alphabetical order."""
 
     def __init__(self) -> None:
         self._is_open = True

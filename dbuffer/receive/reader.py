@@ -27,7 +27,7 @@ from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest
 from dbuffer.format.places import BUFFERS
 from dbuffer.format.ranges import Integers
-from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.chain_reader import changed_since, published_checksums, read_version
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, new_memory, view_tensor
 from dbuffer.runtime.closing import ProcessBound
@@ -108,8 +108,7 @@ class VersionVerifier:
         if since not in manifest.chain:
             return None
         try:
-            chain = ChainReader(opened, tensors.layout)
-            chain.read(tensors, self._copier, since=since)
+            read_version(opened, tensors.layout, tensors, self._copier, since=since)
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(opened, tensors.layout, checksums, self._verified)
         except (*UNDECODABLE, StoreNotFoundError) as error:
@@ -277,8 +276,7 @@ def read_whole(
     if memory is None or memory.numel() != num_bytes:
         memory = new_memory(num_bytes)
     tensors = FileTensors(memory, layout)
-    chain = ChainReader(opened, layout)
-    return tensors, chain.read(tensors, copier, hashed=hashed)
+    return tensors, read_version(opened, layout, tensors, copier, hashed=hashed)
 
 
 def wrong_tensors(
@@ -300,7 +298,7 @@ def wrong_tensors(
             is_lasting=True,
         )
     verified = {} if verified is None else verified
-    expected = ChainReader(opened, layout).expected(verified)
+    expected = published_checksums(opened, layout, verified)
     if expected is None:
         return ["the table of checksums"]
     wrong = [
@@ -437,7 +435,7 @@ class Snapshot(ProcessBound):
             return None
         layout = self._contents.layout
         try:
-            changes = ChainReader(self._opened, layout).changed_since(version, self._copier)
+            changes = changed_since(self._opened, layout, version, self._copier)
         except DBufferError as error:  # also if the package that unpacks deltas is missing
             message = "%s: cannot tell what changed, because deltas cannot be read: %s"
             logger.warning(message, self.path, str(error))

@@ -11,29 +11,19 @@ from typing import Any
 
 import torch
 
-from dbuffer.errors import InvalidWeightsError, OptionError, VersionError, WeightsMismatchError
+from dbuffer.errors import InvalidWeightsError, OptionError, WeightsMismatchError
 from dbuffer.publish.patches import SparsePatch, require_form
 from dbuffer.publish.sender import WeightSender
 
 
-def publish_patches(
-    sender: WeightSender, patches: Iterable[Any] | None, *, is_behind: bool = False
-) -> int | None:
+def publish_patches(sender: WeightSender, patches: Iterable[Any] | None) -> int | None:
     """Publish the sender's last version with patches applied. Return the version's number.
 
     Return None if there are no patches. :func:`patches_of` describes patches. The sender must have
-    ``delta=True``. ``is_behind``: whether publishing the trainer's last weights has failed. Patches
-    then raise :class:`VersionError`, because they change weights that the store does not have.
+    ``delta=True``.
     """
     merged = patches_of(patches or ())
-    if not merged:
-        return None
-    if is_behind or not sender.stats["versions"]:
-        raise VersionError(
-            f"patches apply to the last weights, which this sender has not published in "
-            f"{sender.store}: send all weights once"
-        )
-    return sender.send_patches(merged).version
+    return sender.send_patches(merged).version if merged else None
 
 
 def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:

@@ -69,8 +69,6 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
     ) -> None:
         self.client, self.source, self.is_sender, self.rank = client, source, rank == 0, rank
         self._sender = sender
-        self._is_behind = False
-        """Whether publishing the source's weights has failed, so that patches do not apply."""
 
     @classmethod
     def trainer_init(
@@ -172,17 +170,14 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             # All ranks must join the gathering of the source, but this rank publishes nothing.
             SourceReader(self.source).finish()
             return None
-        self._is_behind = True
-        version = self._sender.send(self.source).version
-        self._is_behind = False
-        return version
+        return self._sender.send(self.source).version
 
     def _publish_patches(self, patches: Iterable[Any] | None) -> int | None:
         if isinstance(self._sender, ShardedWeightSender):
             raise OptionError(f"{_SPLIT}: call send_weights() without patches")
         if self._sender is None:
             return None
-        return publish_patches(self._sender, patches, is_behind=self._is_behind)
+        return publish_patches(self._sender, patches)
 
     def shutdown(self) -> None:
         if self._sender is not None:

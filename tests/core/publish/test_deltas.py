@@ -216,7 +216,7 @@ def test_a_new_sender_begins_with_a_whole_version(store, mount, delta, caplog):
             assert opened(reader) == 3
         with make_sender(store, delta=delta) as second:
             if delta:
-                with pytest.raises(dbuffer.VersionError, match="send all weights first"):
+                with pytest.raises(dbuffer.VersionError, match="send all weights once"):
                     second.send_patches([])
             for version in (4, 5, 6):
                 assert (publish(second, version) != [None]) == (delta and version > 4)

@@ -30,9 +30,10 @@ import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
 from dbuffer.format.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import FileTensors, KeptMappings
+from dbuffer.io.tensors import KeptMappings
 from dbuffer.mirror import bucket_target
 from dbuffer.mirror.bucket import Bucket
+from dbuffer.publish import kept_copy
 from dbuffer.publish.draft import Draft
 from dbuffer.publish.part import HeldParts, Part, assign_writes, whole_box
 from dbuffer.ranks import agreement
@@ -528,7 +529,7 @@ def send_without_room(rank: int, store: Path) -> str:
     with mounted("network"), ShardedWeightSender(store, delta=True) as sender:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(FileTensors, "in_memory", mock.Mock(side_effect=MemoryError("full")))
+                patch.setattr(kept_copy, "new_memory", mock.Mock(side_effect=MemoryError("full")))
             with pytest.raises(dbuffer.RankFailedError) as caught:
                 sender.send(weights)
         assert sender.send(weights).version == 1
