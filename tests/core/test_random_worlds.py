@@ -31,7 +31,6 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 import dbuffer
 from dbuffer.runtime.timing import TIMING
@@ -379,6 +378,8 @@ class Trainer:
             return self.sender.send(weights, **options).version
 
     def _weights(self) -> dict[str, Any]:
+        from torch.distributed.tensor import DTensor, Shard  # takes as long as torch
+
         weights: dict[str, Any] = dict(self.module.named_parameters())
         for name, tensor in weights.items():
             if (dimension := self._split_at(name)) is not None:

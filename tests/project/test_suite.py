@@ -59,8 +59,9 @@ def test_files_that_run_vllm_are_in_groups():
 
 
 def test_imports_of_tests():
-    """`Later` imports what takes seconds when a test uses it; tests share code in `support`."""
+    """Functions import what takes seconds, as all processes collect; tests share `support`."""
     slow = re.compile(r"(peft|transformers|trl|vllm|torchrl\.(collectors|envs|modules))(\.|$)")
+    slow_in_core = re.compile(r"(tensordict|torch\.distributed\.(fsdp|pipelining|tensor))(\.|$)")
     wrong = []
     for path, module in modules().items():
         at_once = [
@@ -68,7 +69,8 @@ def test_imports_of_tests():
             for statement in module.body
             if isinstance(statement, ast.Import | ast.ImportFrom | ast.With)
             for name in names_imported(statement)
-            if path.name.startswith("test_") and slow.match(name)
+            if (path.name.startswith("test_") and slow.match(name))
+            or ("core" in path.parts and slow_in_core.match(name))
         ]
         of_tests = [
             name

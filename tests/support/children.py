@@ -30,7 +30,7 @@ _PRELOADED = [
     *("dbuffer.publish.sharded", "dbuffer.tools.doctor.peer", "hypothesis.stateful"),
     *("prometheus_client", "pytest", "tests.support.damage", "tests.support.light_engines"),
     "torch._dynamo",  # which torch imports when it first computes on tensors without memory
-    *("httpx", "rich.console", "rich.table", "typer"),  # for commands
+    *("httpx", "pydantic.dataclasses", "rich.console", "rich.table", "typer"),  # for commands
 ]
 
 

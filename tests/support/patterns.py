@@ -35,6 +35,13 @@ def received(store: Path) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
 
 
+def tensordict_of(tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a flat TensorDict; its package takes as long to import as torch."""
+    from tensordict import TensorDict
+
+    return TensorDict(tensors)
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     """A tensor's bytes: two NaNs may be the same, and 0.0 is not -0.0."""
     plain = tensor.detach().resolve_conj().resolve_neg().flatten()

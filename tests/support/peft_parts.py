@@ -13,21 +13,31 @@ import torch
 
 from tests.support import patterns
 from tests.support.engines.tiny_models import make_model
-from tests.support.later import Later
 
-peft = Later("peft")
-layers_of_peft = Later("peft.tuners.tuners_utils")
-
+LINEAR = ["q_proj", "v_proj", "down_proj"]
 NEEDS_PEFT = [
     pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
     for name in ("peft", "transformers")
 ]
 
 
+def config(kind: str, **options: Any) -> Any:
+    """Return a configuration of peft's class with this name."""
+    import peft  # takes seconds, and processes import this file to collect tests
+
+    return getattr(peft, kind)(**options)
+
+
+def lora(**options: Any) -> Any:
+    return config("LoraConfig", **{"r": 4, "lora_alpha": 16, "target_modules": LINEAR} | options)
+
+
 def make(family: str, config: Any, seed: int = 0) -> Any:
+    from peft import get_peft_model
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = peft.get_peft_model(make_model(family, seed), copy.deepcopy(config))
+        model = get_peft_model(make_model(family, seed), copy.deepcopy(config))
     train(model, seed)
     return model
 
@@ -54,11 +64,13 @@ def bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
 
 def everything_in(model: Any) -> dict[str, Any]:
     """All that publishing could change: bytes, places, names, which adapters are merged."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     layers = {
         name: (list(module.active_adapters), list(module.merged_adapters), module.disable_adapters)
         for name, module in model.named_modules()
-        if isinstance(module, layers_of_peft.BaseTunerLayer)
+        if isinstance(module, BaseTunerLayer)
     }
     return {
         "bits": bits(tensors),

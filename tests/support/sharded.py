@@ -1,4 +1,8 @@
-"""Models that are sharded over ranks."""
+"""Models that are sharded over ranks.
+
+Functions import DTensors and FSDP2, as these take as long as torch, and each process of a run
+imports this file.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,6 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from dbuffer import LazyTensor
 from dbuffer.weights.lazy_tensor import HeldRows
@@ -50,6 +50,9 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def fsdp(size: int) -> Case:
     """Rows that do not divide by the number of ranks, ranks that hold none, plain buffers."""
+
+    from torch.distributed.fsdp import fully_shard
+
     model = nn.Sequential(
         *(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1)),
         *(nn.BatchNorm1d(6), nn.Linear(64, 64), nn.Embedding(1001, 16)),
@@ -63,6 +66,9 @@ def fsdp(size: int) -> Case:
 
 def partly_fsdp(size: int) -> Case:
     """Some layers sharded, others whole on each rank."""
+
+    from torch.distributed.fsdp import fully_shard
+
     model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(4)), nn.Linear(700, 700))
     full = state_of(model)
     for layer in model[:2]:
@@ -93,6 +99,8 @@ def replicated(size: int) -> Case:
 
 
 def tied(size: int) -> Case:
+    from torch.distributed.fsdp import fully_shard
+
     model = nn.Sequential(nn.Embedding(120, 80), nn.Linear(80, 120, bias=False), nn.Linear(80, 80))
     model[1].weight = model[0].weight
     model.append(nn.Linear(80, 80))
@@ -107,6 +115,9 @@ def tied(size: int) -> Case:
 
 def hsdp(size: int) -> Case:
     """Two replicas, each sharded."""
+
+    from torch.distributed.fsdp import fully_shard
+
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(640, 641))
     full = state_of(model)
     fully_shard(model, mesh=grid())
@@ -115,6 +126,14 @@ def hsdp(size: int) -> Case:
 
 def two_dimensions(size: int) -> Case:
     """FSDP of what tensor parallelism has cut by rows and by columns."""
+
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
     model = nn.Sequential(nn.Linear(100, 140), nn.Linear(140, 100), nn.Linear(100, 30))
     full = state_of(model)
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
@@ -125,6 +144,9 @@ def two_dimensions(size: int) -> Case:
 
 def placements(size: int) -> Case:
     """All ways to cut rows and columns on a mesh of two dimensions."""
+
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     ways = (Replicate(), Shard(0), Shard(1), Shard(2))
     full = {f"{one} {two}": whole(5, 7, 3, 64) for one in ways for two in ways}
     pairs = zip(full.values(), ((one, two) for one in ways for two in ways), strict=True)
@@ -161,6 +183,8 @@ def mixtral() -> Any:
 
 def experts(size: int, *, columns: bool = False) -> Case:
     """A transformers model, whose checkpoint has each of its experts by itself."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
     from transformers.core_model_loading import revert_weight_conversion
 
     model = mixtral()
@@ -177,6 +201,10 @@ def experts_by_columns(size: int) -> Case:
 
 def strided_experts(size: int) -> Case:
     """Model whose experts on a rank are no neighbors."""
+
+    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     model, full = experts(size)
     mesh = init_device_mesh("cpu", (size,))
     for layer in model.model.layers:
@@ -189,6 +217,10 @@ def strided_experts(size: int) -> Case:
 
 def strided(size: int) -> Case:
     """Tensors of which a rank holds rows that are no neighbors."""
+
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     mesh = init_device_mesh("cpu", (size,))
     full = {"a": whole(8, 300), "b": whole(1600), "rows": whole(8, 300)}
     ways = [_StridedShard(0, split_factor=2)]
@@ -198,6 +230,9 @@ def strided(size: int) -> Case:
 
 def sums(size: int) -> Case:
     """What is yet to be added up."""
+
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
     mesh = init_device_mesh("cpu", (size,))
     full = {"none": torch.empty(0, 2), "rows": whole(5, 2, 500)}
     part = torch.arange(6000.0).view(6, 2, 500)

@@ -22,7 +22,10 @@ with warnings.catch_warnings():
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModule, TensorDictModuleBase
     from torch import nn
+    from torchrl import collectors as collectors
+    from torchrl import envs as envs
     from torchrl.collectors import MultiSyncCollector
+    from torchrl.collectors import distributed as distributed
     from torchrl.data import Composite, Unbounded
     from torchrl.envs import EnvBase
 

@@ -12,9 +12,10 @@ from tests.support.worlds import World
 
 @pytest.fixture(scope="session")
 def transformers_preloaded() -> None:
-    """Ranks need not import transformers, which takes each of them 4 s."""
+    """Ranks need not import transformers (4 s) and FSDP2 (1 s), each of them."""
     names = ("transformers.core_model_loading", "transformers.models.mixtral.modeling_mixtral")
-    preload(*names, "torch.distributed.pipelining", "tests.support.sharded")
+    more = ("torch.distributed.fsdp", "torch.distributed.pipelining", "tests.support.sharded")
+    preload(*names, *more)
 
 
 @pytest.fixture(scope="package")

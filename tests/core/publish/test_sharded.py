@@ -21,10 +21,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import DTensor
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
@@ -103,10 +100,13 @@ GATHERED = {strided: 2, sums: 1, strided_experts: 4}
 @contextlib.contextmanager
 def counted_gathers() -> Iterator[list[Any]]:
     """References to the tensors that are gathered, of which one at a time may be alive."""
+
+    from torch.distributed.tensor import DTensor
+
     gathers: list[Any] = []
     gather = DTensor.full_tensor
 
-    def full_tensor(self: DTensor) -> torch.Tensor:
+    def full_tensor(self: Any) -> torch.Tensor:
         alive = sum(reference() is not None for reference in gathers)
         assert alive <= 1, f"{alive} gathered tensors are still alive"
         tensor = gather(self)
@@ -360,6 +360,9 @@ def test_gaps_between_parts_go_into_a_bucket_as_zeros(world, store, bucket_url, 
 
 def test_parts_are_not_mapped(in_parts, monkeypatch):
     """By a reader for which the store looks local, nor by tensordict."""
+
+    from tensordict import TensorDict
+
     with WeightReceiver(in_parts) as receiver, receiver.open() as snapshot:
         assert SMALL.version_of(snapshot.tensors) == 3
         with pytest.raises(Exception):  # noqa: B017, PT011 - whatever its parser says
@@ -372,6 +375,8 @@ def test_parts_are_not_mapped(in_parts, monkeypatch):
 
 @pytest.mark.parametrize("mount", MOUNTS)
 def test_a_mirror_puts_parts_together(world, in_parts, monkeypatch, mount):
+    from tensordict import TensorDict
+
     monkeypatch.setenv(filesystem.MOUNT_VARIABLE, mount)
     local = in_parts.parent / "local"
     with dbuffer.Mirror(in_parts, local, poll_interval_s=0.01).start() as mirror:
@@ -612,13 +617,15 @@ def test_tensors_that_are_made_are_not_all_there_at_once(world, store):
 
 
 def send_fsdp1(rank: int, store: Path) -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
     torch.manual_seed(0)
     model = FullyShardedDataParallel(
         nn.Linear(6, 8), use_orig_params=True, device_id=torch.device("cpu")
     )
     outcomes = []
     with ShardedWeightSender(store) as sender:
-        for kind in SHARDED_KINDS:
+        for kind in (StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
             FullyShardedDataParallel.set_state_dict_type(model, kind)
             with pytest.raises(dbuffer.UnsupportedError) as caught:
                 sender.send(model)
@@ -626,9 +633,6 @@ def send_fsdp1(rank: int, store: Path) -> list[str]:
         FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
         assert sender.send(model).version == 1
     return outcomes
-
-
-SHARDED_KINDS = [StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT]
 
 
 @pytest.mark.filterwarnings("ignore")

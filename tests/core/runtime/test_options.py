@@ -18,7 +18,6 @@ from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.errors import OptionError
 from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.mapping import mapping_path
-from dbuffer.integrations.lightrft.manager import BroadcastManager
 from dbuffer.mirror.mirror import start_mirror
 from dbuffer.publish.publisher import SenderKeywords
 from dbuffer.runtime import options
@@ -114,6 +113,12 @@ def test_one_text_is_one_name():
 # Who takes options. The checks are tested above: a value that none accepts shows who asks them
 
 
+def make_manager(*arguments: Any, **options: Any) -> Any:
+    from dbuffer.integrations.lightrft import manager  # takes as long as torch
+
+    return manager.BroadcastManager(*arguments, **options)
+
+
 MAKERS: dict[str, tuple[Any, str]] = {
     "WeightSender": (
         dbuffer.WeightSender,
@@ -140,7 +145,7 @@ MAKERS: dict[str, tuple[Any, str]] = {
         "num_inference_nodes",
     ),
     "BroadcastManager": (
-        lambda store, **wrong: BroadcastManager(torch.nn.Linear(2, 2), None, None, **wrong),
+        lambda store, **wrong: make_manager(torch.nn.Linear(2, 2), None, None, **wrong),
         "timeout_s timeout_s=0 rank_timeout_s rank_timeout_s=0",
     ),
 }

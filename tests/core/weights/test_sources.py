@@ -14,14 +14,13 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from tensordict import TensorDict, TensorDictParams, lazy_stack
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dbuffer
 from dbuffer import InvalidWeightsError, LazyTensor, WeightReceiver, WeightSender
 from dbuffer.format.layout import ITEM_BYTES
-from tests.support.patterns import NO_MEMORY, Tied, assert_same, random_bits
+from tests.support.patterns import NO_MEMORY, Tied, assert_same, random_bits, tensordict_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -82,6 +81,8 @@ class TestNames:
 
     @AS_STREAM
     def test_any_name(self, publish, store, as_stream):
+        from tensordict import TensorDict
+
         weights = {name: torch.full((2,), float(n)) for n, name in enumerate(self.NAMES)}
         check(publish(pairs_of(weights, as_stream)), weights)
         target = {name: torch.zeros(2) for name in weights}
@@ -261,6 +262,8 @@ class TestModules:
 
 class TestTensorDicts:
     def test_nested_keys_are_joined(self, publish):
+        from tensordict import TensorDict, TensorDictParams
+
         nested = TensorDict(
             {"a": {"b": {"w": torch.randn(3)}, "w": torch.ones(2)}, "c": torch.ones(1)}
         )
@@ -274,12 +277,16 @@ class TestTensorDicts:
         assert published.tensors.keys() == model.state_dict().keys()
 
     def test_two_keys_of_one_joined_name_are_refused(self, publish):
+        from tensordict import TensorDict
+
         weights = TensorDict({"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}})
         with pytest.raises(InvalidWeightsError, match=r"a\.b"):
             publish(weights)
 
     @pytest.mark.parametrize("nested", [False, True])
     def test_a_lazy_stack_is_refused(self, publish, nested):
+        from tensordict import TensorDict, lazy_stack
+
         stack = lazy_stack([TensorDict({"w": torch.ones(2)}), TensorDict({"w": torch.zeros(2)})])
         with pytest.raises(InvalidWeightsError, match="'in' is a lazy" if nested else "Dict is a"):
             publish(TensorDict({"in": stack, "c": torch.ones(1)}) if nested else stack)
@@ -343,7 +350,7 @@ class TestRefusals:
         "a number": lambda: 3.0,
         "nothing": lambda: None,
         "a dictionary": lambda: {"w": torch.ones(3)},
-        "a TensorDict": lambda: TensorDict({"w": torch.ones(3)}),
+        "a TensorDict": lambda: tensordict_of({"w": torch.ones(3)}),
         **NO_MEMORY,
     }
 

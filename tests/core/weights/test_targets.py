@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import OrderedDict, UserDict
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictParams, lazy_stack
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dbuffer import OptionError, WeightReceiver, WeightSender, WeightsMismatchError
 from dbuffer.format.layout import ITEM_BYTES
-from tests.support.patterns import NO_MEMORY, Tied, assert_same, bits, random_bits
+from tests.support.patterns import NO_MEMORY, Tied, assert_same, bits, random_bits, tensordict_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -72,7 +73,7 @@ class TestKinds:
         [
             zeros,
             lambda: OrderedDict(reversed(zeros().items())),
-            lambda: TensorDict(zeros()),
+            lambda: tensordict_of(zeros()),
             torch.inference_mode()(zeros),
         ],
         ids=["dictionary", "another order", "flat TensorDict", "made in inference mode"],
@@ -110,11 +111,13 @@ class TestKinds:
         target.embed.weight.sum().backward()
         assert target.embed.weight.grad is not None
 
-    @pytest.mark.parametrize("wrap", [TensorDict, TensorDict.lock_, TensorDictParams])
+    @pytest.mark.parametrize("wrap", ["TensorDict", "TensorDict.lock_", "TensorDictParams"])
     def test_a_nested_tensordict(self, load, wrap):
+        import tensordict
+
         weights = {"a.w": torch.randn(2, 3), "a.b.c": torch.randn(2)}
-        nested = TensorDict({"a": {"w": torch.zeros(2, 3), "b": {"c": torch.zeros(2)}}})
-        target = wrap(nested)
+        nested = tensordict.TensorDict({"a": {"w": torch.zeros(2, 3), "b": {"c": torch.zeros(2)}}})
+        target = operator.attrgetter(wrap)(tensordict)(nested)
         load(weights, target)
         assert torch.equal(target["a", "w"].detach(), weights["a.w"])
         assert torch.equal(target["a", "b", "c"].detach(), weights["a.b.c"])
@@ -332,10 +335,14 @@ class Made(UserDict):
 
 
 def stack_of(*names: str):
+    from tensordict import TensorDict, lazy_stack
+
     return lazy_stack([TensorDict({name: torch.zeros(2)}) for name in names])
 
 
-def masked() -> TensorDict:
+def masked() -> Any:
+    from tensordict import TensorDict
+
     whole = TensorDict({"w": torch.zeros(4, 2)}, [4])
     return whole._get_sub_tensordict(torch.tensor([True, False, True, False]))
 

@@ -16,11 +16,8 @@ from safetensors.torch import load_file
 
 import dbuffer
 from tests.support.children import preload
-from tests.support.later import Later
 from tests.support.ways import mounted
 from tests.support.worlds import World
-
-transformers = Later("transformers")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -49,6 +46,8 @@ class Report(NamedTuple):
 
 
 def model_of(family: str) -> Any:
+    import transformers
+
     match family:
         case "llama":
             sizes = SIZES | {"num_hidden_layers": 4}

@@ -17,24 +17,17 @@ from dbuffer.integrations.peft.saved import hold
 from dbuffer.store import filesystem
 from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.engines.tiny_models import make_model
-from tests.support.later import Later
 from tests.support.peft_parts import (
     NEEDS_PEFT,
     bits,
     everything_in,
+    lora,
     make,
     reference,
     train,
 )
 
-peft = Later("peft")
 pytestmark = NEEDS_PEFT
-
-TARGETS = ["q_proj", "v_proj", "down_proj"]
-
-
-def lora(**more: Any) -> Any:
-    return peft.LoraConfig(**{"r": 4, "lora_alpha": 16, "target_modules": TARGETS} | more)
 
 
 def model_of(seed: int, **more: Any) -> Any:
@@ -147,6 +140,8 @@ class TestSaving:
         for path in (killed, begun):
             path.mkdir()
         os.utime(killed, (0, 0))
+        from peft import PeftModel
+
         with pytest.raises(dbuffer.WaitTimeoutError):
             integration.save_adapter(receiver, tmp_path, timeout_s=0.01)
         model, saved = model_of(1), []
@@ -158,7 +153,7 @@ class TestSaving:
         assert [one.version for one in saved] == [1, 2, 3, 4]
         assert len({one.path for one in saved} | {one.number for one in saved}) == 8
         assert sorted(tmp_path.iterdir()) == sorted([begun, *(one.path for one in saved[-2:])])
-        found = peft.PeftModel.from_pretrained(make_model("qwen3", 0), saved[-1].path)
+        found = PeftModel.from_pretrained(make_model("qwen3", 0), saved[-1].path)
         assert bits(reference(found)) == bits(reference(model))
         files = {path: path.stat().st_ino for path in saved[-1].path.iterdir()}
         assert integration.save_adapter(receiver, tmp_path) == saved[-1]
@@ -198,6 +193,8 @@ class TestSaving:
         """Version 1 of the new store is not taken for version 1 of the old one, nor for older."""
         import shutil
 
+        from peft import PeftModel
+
         found = []
         for seed in (1, 2):
             with dbuffer.WeightSender(store) as sender:
@@ -211,7 +208,7 @@ class TestSaving:
         assert first.path != last.path
         assert first.number != last.number
         assert last.path.is_dir()
-        saved = peft.PeftModel.from_pretrained(make_model("qwen3", 0), last.path)
+        saved = PeftModel.from_pretrained(make_model("qwen3", 0), last.path)
         assert bits(reference(saved)) == bits(reference(model_of(2)))
 
     def test_one_that_was_overwritten_meanwhile_is_not_saved(

@@ -6,6 +6,7 @@ import copy
 import resource
 import warnings
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ import dbuffer
 from dbuffer.integrations import peft as integration
 from tests.support.children import Child
 from tests.support.engines.tiny_models import make_model
-from tests.support.later import Later
 from tests.support.peft_parts import (
+    LINEAR,
     NEEDS_PEFT,
     bits,
+    config,
     everything_in,
+    lora,
     make,
     reference,
     train,
@@ -31,34 +34,30 @@ from tests.support.soak import is_soak
 from tests.support.waiting import error_of
 from tests.support.ways import NEEDS_CONVERSIONS
 
-peft = Later("peft")
-
-LINEAR = ["q_proj", "v_proj", "down_proj"]
 METHODS: dict[str, Callable[[], Any]] = {
-    "lora": lambda: peft.LoraConfig(r=4, target_modules=LINEAR),
-    "lora, rank-stabilised, ranks by layer": lambda: peft.LoraConfig(
-        r=4, target_modules=LINEAR, use_rslora=True, rank_pattern={"v_proj": 2}
+    "lora": lora,
+    "lora, rank-stabilised, ranks by layer": partial(
+        lora, use_rslora=True, rank_pattern={"v_proj": 2}
     ),
-    "lora of biases": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True),
-    "dora": lambda: peft.LoraConfig(r=4, target_modules=LINEAR, use_dora=True),
-    "lora on the embedding": lambda: peft.LoraConfig(r=4, target_modules=[*LINEAR, "embed_tokens"]),
-    "lora on embedding and head": lambda: peft.LoraConfig(
-        r=4, target_modules=["q_proj", "embed_tokens", "lm_head"]
+    "lora of biases": partial(lora, target_modules=["q_proj"], lora_bias=True),
+    "dora": partial(lora, use_dora=True),
+    "lora on the embedding": partial(lora, target_modules=[*LINEAR, "embed_tokens"]),
+    "lora on embedding and head": partial(
+        lora, target_modules=["q_proj", "embed_tokens", "lm_head"]
     ),
-    "head trained whole": lambda: peft.LoraConfig(
-        r=4, target_modules=LINEAR, modules_to_save=["lm_head"]
+    "head trained whole": partial(lora, modules_to_save=["lm_head"]),
+    "some tokens": partial(lora, trainable_token_indices=[1, 2]),
+    "ia3": partial(
+        config,
+        "IA3Config",
+        target_modules=["k_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
     ),
-    "some tokens": lambda: peft.LoraConfig(
-        r=4, target_modules=LINEAR, trainable_token_indices=[1, 2]
-    ),
-    "ia3": lambda: peft.IA3Config(
-        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
-    ),
-    "loha": lambda: peft.LoHaConfig(r=4, target_modules=LINEAR),
-    "lokr": lambda: peft.LoKrConfig(r=4, target_modules=LINEAR),
-    "oft": lambda: peft.OFTConfig(oft_block_size=4, r=0, target_modules=LINEAR),
-    "vera": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"]),
-    "norms": lambda: peft.LNTuningConfig(target_modules=["norm"]),
+    "loha": partial(config, "LoHaConfig", r=4, target_modules=LINEAR),
+    "lokr": partial(config, "LoKrConfig", r=4, target_modules=LINEAR),
+    "oft": partial(config, "OFTConfig", oft_block_size=4, r=0, target_modules=LINEAR),
+    "vera": partial(config, "VeraConfig", r=4, target_modules=["q_proj"]),
+    "norms": partial(config, "LNTuningConfig", target_modules=["norm"]),
 }
 UNTIED = ("lora", "lora on the embedding", "lora on embedding and head", "head trained whole")
 CASES = [
@@ -111,7 +110,7 @@ def test_experts_that_are_one_parameter_are_merged_once_and_published_one_by_one
 ):
     model = make(
         "qwen3-moe",
-        peft.LoraConfig(
+        lora(
             r=2,
             target_modules=["q_proj"],
             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -138,8 +137,8 @@ def test_experts_that_are_one_parameter_are_merged_once_and_published_one_by_one
 class TestSeveralAdapters:
     @pytest.fixture
     def model(self) -> Any:
-        model = make("qwen3", peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj", "down_proj"]))
+        model = make("qwen3", lora(target_modules=["q_proj", "v_proj"]))
+        model.add_adapter("other", lora(r=2, target_modules=["v_proj", "down_proj"]))
         model.base_model.set_adapter(["default", "other"])
         train(model, 3)
         return model
@@ -176,7 +175,7 @@ class TestSeveralAdapters:
 
 class TestPublishing:
     def test_a_failure_half_way_leaves_model_and_store_alone(self, store, sender, monkeypatch):
-        model = make("qwen3", METHODS["lora"]())
+        model = make("qwen3", lora())
         sender.send(integration.merged_weights(model))
         first, before = received(store), everything_in(model)
         train(model, 7)
@@ -207,10 +206,10 @@ MORE_BYTES = 64 << 20
 
 def publish_under_a_limit(connection: Connection, store: Path) -> None:
     """Publish a model again when little more memory is allowed; then try to copy the model."""
+    from peft import get_peft_model
+
     layers = [torch.nn.Linear(1024, 1024) for _ in range(32)]
-    model = peft.get_peft_model(
-        torch.nn.Sequential(*layers), peft.LoraConfig(r=4, target_modules=r"\d+")
-    )
+    model = get_peft_model(torch.nn.Sequential(*layers), lora(target_modules=r"\d+"))
     with dbuffer.WeightSender(store, num_threads=1) as sender:
         for _ in range(3):  # threads, buffers and caches are there then
             sender.send(integration.merged_weights(model))
@@ -233,25 +232,25 @@ def test_no_second_copy_of_the_model(store):
 
 class TestRefused:
     def refuse(self, model: Any, match: str) -> None:
-        before = everything_in(model) if isinstance(model, peft.PeftModel) else None
+        before = everything_in(model) if hasattr(model, "peft_config") else None
         with pytest.raises(dbuffer.InvalidWeightsError, match=match):
             integration.merged_weights(model)
         assert before is None or everything_in(model) == before
 
     def test_models_that_peft_cannot_merge(self):
         self.refuse(torch.nn.Linear(2, 2), "a Linear has no adapters")
-        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-        self.refuse(make("qwen3", config), "has no adapters that can be merged")
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)
-        self.refuse(make("qwen3", config), "peft cannot merge .* has no bias")
+        prompts = config("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=2)
+        self.refuse(make("qwen3", prompts), "has no adapters that can be merged")
+        biased = lora(target_modules=["q_proj"], lora_bias=True)
+        self.refuse(make("qwen3", biased), "peft cannot merge .* has no bias")
 
     def test_adapters_that_are_disabled(self):
-        model = make("qwen3", METHODS["lora"]())
+        model = make("qwen3", lora())
         with model.disable_adapter():
             self.refuse(model, "are disabled")
 
     def test_quantised(self):
-        model = make("qwen3", METHODS["lora"]())
+        model = make("qwen3", lora())
         model.get_base_model().quantization_method = "bitsandbytes"
         self.refuse(model, "the base model is quantized")
 
@@ -259,7 +258,7 @@ class TestRefused:
         class Packed(torch.nn.Parameter):
             pass
 
-        model = make("qwen3", METHODS["lora"]())
+        model = make("qwen3", lora())
         layer = model.get_base_model().model.layers[0].mlp.up_proj
         layer.weight = Packed(layer.weight.data, requires_grad=False)
         self.refuse(model, "up_proj.weight' is a Packed, quantized or sharded")

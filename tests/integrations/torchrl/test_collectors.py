@@ -28,16 +28,10 @@ from torch import nn
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import TIMEOUT_S, until
+from tests.integrations.torchrl import parts
 from tests.support.children import Child
-from tests.support.later import Later
 from tests.support.soak import in_turn, is_soak
 from tests.support.stores import begin_watching, remove_store
-
-parts = Later("tests.support.torchrl_parts")
-collectors = Later("torchrl.collectors")
-envs = Later("torchrl.envs")
-loading = Later("dbuffer.integrations.torchrl.loading")
-testing = Later("torchrl.testing.modules")
 
 pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
@@ -48,7 +42,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
 
 @pytest.fixture
 def collector_class(class_name: str) -> Any:
-    return getattr(collectors, class_name)
+    return getattr(parts.collectors, class_name)
 
 
 PATIENCE_S = 0.5
@@ -130,7 +124,9 @@ def test_update_weights(scheme, collector_class):
             policy.load_state_dict(parts.AwkwardModel(seed).state_dict())
             policy.unsaved.fill_(seed)
             collector.update_policy_weights_(policy if seed == 3 else None)
-            if collector_class is collectors.MultiSyncCollector:  # the other may hang after this
+            if (
+                collector_class is parts.collectors.MultiSyncCollector
+            ):  # the other may hang after this
                 assert parts.acts(collector) == [policy(torch.zeros(())).item()] * 3
 
 
@@ -174,9 +170,11 @@ def _bare() -> tuple[nn.Module, dict[str, Any]]:
 
 def _not_picklable() -> tuple[nn.Module, dict[str, Any]]:
     """As in ``test_nonserializable_policy_with_factory_and_weight_sync``."""
+    from torchrl.testing import modules
+
     keys = {"in_keys": ["observation"], "out_keys": ["action"]}
-    policy = parts.TensorDictModule(testing.NonSerializableBiasModule(1.0), **keys)
-    factory = lambda: parts.TensorDictModule(testing.BiasModule(0.0), **keys)  # noqa: E731
+    policy = parts.TensorDictModule(modules.NonSerializableBiasModule(1.0), **keys)
+    factory = lambda: parts.TensorDictModule(modules.BiasModule(0.0), **keys)  # noqa: E731
     return policy, {"policy_factory": factory}
 
 
@@ -210,7 +208,7 @@ def test_a_collector_without_workers_acts_by_what_is_sent(scheme, given):
     policy = parts.StatefulPolicy(1.0)
     if "policy_factory" in given:
         given = given | {"policy_factory": getattr(parts, given["policy_factory"])}
-    collector = collectors.Collector(
+    collector = parts.collectors.Collector(
         parts.ProbeEnv,
         None if "policy_factory" in given else policy,
         frames_per_batch=4,
@@ -308,12 +306,12 @@ def test_weights_in_every_form(address, strategy):
         assert parts.acts(collector) == [10.0, 10.0]
 
 
-def _normalised_env() -> envs.TransformedEnv:
-    norm = envs.VecNormV2(in_keys=["observation"], decay=0.9)
-    return envs.TransformedEnv(parts.ProbeEnv(), envs.Compose(norm))
+def _normalised_env() -> Any:
+    norm = parts.envs.VecNormV2(in_keys=["observation"], decay=0.9)
+    return parts.envs.TransformedEnv(parts.ProbeEnv(), parts.envs.Compose(norm))
 
 
-def _frozen_env() -> envs.TransformedEnv:
+def _frozen_env() -> Any:
     env = _normalised_env()
     env.transform[0].freeze()
     return env
@@ -481,7 +479,7 @@ def test_collector_receives(address):
     begin(sender)
     first, second = pickle.loads(pickle.dumps((sender, sender)))
     sender.connect()
-    collector = collectors.Collector(
+    collector = parts.collectors.Collector(
         parts.ProbeEnv,
         parts.ConstantPolicy(-5.0),
         frames_per_batch=4,
@@ -531,6 +529,8 @@ def test_a_model_that_came_by_shared_memory(scheme, policy):
 
 
 def test_a_policy_in_shared_memory_for_forked_processes(policy):
+    from dbuffer.integrations.torchrl import loading
+
     policy.share_memory()
     with parts.start_method("fork"):
         handed_out = loading.unshared(policy)

@@ -22,15 +22,11 @@ import torch
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import TIMEOUT_S, until
+from tests.integrations.torchrl import parts
 from tests.support import ROOT
 from tests.support.children import Child
-from tests.support.later import Later
 from tests.support.ports import free_port
 from tests.support.soak import IN_SOAKS_ALONE
-
-parts = Later("tests.support.torchrl_parts")
-collectors = Later("torchrl.collectors")
-distributed = Later("torchrl.collectors.distributed")
 
 pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
@@ -46,12 +42,12 @@ def address(shm_path: Path) -> Path:
 
 @pytest.fixture
 def node(node_name: str) -> Any:
-    return getattr(collectors, node_name)
+    return getattr(parts.collectors, node_name)
 
 
 @pytest.fixture
 def kind(kind_name: str) -> Any:
-    return getattr(distributed, kind_name)
+    return getattr(parts.distributed, kind_name)
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
@@ -108,7 +104,7 @@ def end(collector: Any) -> None:
     TorchRL's nodes read an instruction and delete it then: one that comes in between is lost. If it
     was the end, ``DistributedCollector.shutdown`` fails after ten seconds (seen).
     """
-    if isinstance(collector, distributed.DistributedCollector):
+    if isinstance(collector, parts.distributed.DistributedCollector):
         for rank in range(1, collector.num_workers + 1):
             told = [f"NODE_{rank}_in"]
             until("it is taken", lambda told=told: not collector._store.check(told), TIMEOUT_S)
@@ -127,7 +123,7 @@ def wait_for_end(pid: int, timeout_s: float = TIMEOUT_S) -> None:
 def _update_by_itself(sync: bool, address: Path) -> tuple[dict[str, int | None], Collected]:
     policy = parts.ConstantPolicy(1.0)
     collector = start(
-        distributed.DistributedCollector,
+        parts.distributed.DistributedCollector,
         policy,
         address,
         8,
@@ -194,7 +190,7 @@ def test_worker_ids(address, kind, node):
     seen = in_child(_update_one, kind, node, address)
     expected = [[1.0, 1.0], [1.0, 2.0], [3.0, 2.0], [4.0, 4.0], [5.0, 5.0]]
     # RPCCollector puts the batch of whoever is ready first in the first place.
-    if kind is distributed.RPCCollector:
+    if kind is parts.distributed.RPCCollector:
         seen, expected = [sorted(row) for row in seen], [sorted(pair) for pair in expected]
     assert seen == [[first] * half + [second] * half for first, second in expected]
 
@@ -234,10 +230,10 @@ def on_ray(num_batches: int, **options: Any) -> dict[str, Any]:
 def test_ray_collector_updatepolicy(cluster, address):
     policy = parts.ConstantPolicy(1.0)
     scheme = parts.DoubleBufferSyncScheme(address)
-    collector = distributed.RayCollector(
+    collector = parts.distributed.RayCollector(
         [parts.NodeEnv()] * 2,
         policy,
-        collector_class=collectors.Collector,
+        collector_class=parts.collectors.Collector,
         sync=True,
         weight_sync_schemes={"policy": scheme},
         **on_ray(100),

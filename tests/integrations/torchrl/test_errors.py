@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,20 @@ import torch
 from torch import nn
 
 import dbuffer
-from tests.support.later import Later
 
-schemes = Later("dbuffer.integrations.torchrl")
+# torchrl warns of its own legacy classes, and of torch's, as it is imported.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 COLLECTORS_SCHEME = "DoubleBufferSyncScheme"
 ENGINES_SCHEME = "VLLMDoubleBufferSyncScheme"
 NO_ENGINE = "http://127.0.0.1:1"
 """URL of a server that does not answer."""
+
+
+def make(kind: str, store: Path, **options: Any) -> Any:
+    from dbuffer.integrations import torchrl  # takes seconds, and processes import this file
+
+    return getattr(torchrl, kind)(remote_addr=str(store), **options)
 
 
 def sending(scheme: Any) -> Any:
@@ -26,7 +34,7 @@ def sending(scheme: Any) -> Any:
 
 
 def receiving(scheme: Any) -> Any:
-    engine = None if isinstance(scheme, schemes.DoubleBufferSyncScheme) else NO_ENGINE
+    engine = None if type(scheme).__name__ == COLLECTORS_SCHEME else NO_ENGINE
     scheme.init_on_receiver(model_id="policy", model=engine, context=None)
     return scheme
 
@@ -101,17 +109,17 @@ def assert_raises_ours(scheme: Any, call: Callable[[Any], Any], standard: type[E
 @pytest.mark.parametrize("case", EVERY)
 @pytest.mark.parametrize("kind", [COLLECTORS_SCHEME, ENGINES_SCHEME])
 def test_errors_of_every_scheme(kind, case, store):
-    assert_raises_ours(getattr(schemes, kind)(remote_addr=str(store)), *EVERY[case])
+    assert_raises_ours(make(kind, store), *EVERY[case])
 
 
 @pytest.mark.parametrize("case", COLLECTORS)
 def test_errors_of_the_collectors_scheme(case, store):
-    assert_raises_ours(schemes.DoubleBufferSyncScheme(str(store)), *COLLECTORS[case])
+    assert_raises_ours(make(COLLECTORS_SCHEME, store), *COLLECTORS[case])
 
 
 @pytest.mark.parametrize("case", ENGINES)
 def test_errors_of_the_engines_schemes(case, store):
-    assert_raises_ours(getattr(schemes, ENGINES_SCHEME)(remote_addr=str(store)), *ENGINES[case])
+    assert_raises_ours(make(ENGINES_SCHEME, store), *ENGINES[case])
 
 
 @pytest.mark.parametrize("kind", [COLLECTORS_SCHEME, ENGINES_SCHEME])
@@ -120,10 +128,10 @@ def test_errors_of_the_engines_schemes(case, store):
 )
 def test_an_option_that_is_invalid_is_refused_at_once(kind, store, option, value):
     with pytest.raises(dbuffer.OptionError, match=option):
-        getattr(schemes, kind)(remote_addr=str(store), **{option: value})
+        make(kind, store, **{option: value})
 
 
 @pytest.mark.parametrize("kind", [COLLECTORS_SCHEME, ENGINES_SCHEME])
 def test_unknown_strategy(kind, store):
     with pytest.raises(dbuffer.OptionError, match="strategy"):
-        getattr(schemes, kind)(remote_addr=str(store), strategy="pickle")
+        make(kind, store, strategy="pickle")

@@ -11,10 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.later import Later
-
-transformers = Later("transformers")
-
 FAMILIES = ("qwen3", "llama", "tied-qwen2", "qwen3-moe")
 
 SHAPE: dict[str, Any] = {
@@ -66,6 +62,8 @@ def _kinds() -> dict[str, tuple[str, dict[str, Any]]]:
 
 def make_model(family: str, seed: int) -> Any:
     """A model of random weights; the seed decides which."""
+    import transformers  # takes seconds, and processes import this file to collect tests
+
     torch.manual_seed(seed)
     kind, shape = _kinds()[family]
     config = getattr(transformers, f"{kind}Config")(**shape)
@@ -94,12 +92,13 @@ def make_tokenizer(*special: str) -> Any:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
 
     plain = [f"word{number}" for number in range(SHAPE["vocab_size"] - len(special))]
     words = {word: number for number, word in enumerate([*plain, *special])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="word0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="word0",
         eos_token="word1",
