@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import importlib.metadata
@@ -226,10 +227,16 @@ def packages_imported(path: Path) -> set[str]:
     return {name.split(".")[1] for name in modules_imported(path) if "." in name}
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@functools.cache
 def modules_imported(path: Path) -> set[str]:
     """The modules of this package that a file imports, also inside functions."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "dbuffer":
             module = node.module or ""
             found |= {nearest_module(f"{module}.{alias.name}") for alias in node.names}
@@ -258,7 +265,7 @@ def test_docstrings_begin_with_their_object_or_action():
     vague = [
         f"{path.relative_to(ROOT)}:{statement.lineno}: {text.splitlines()[0]}"
         for path in sorted(ROOT.rglob("*.py"))
-        for statement in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for statement in nodes_of(path)
         if isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)
         and isinstance(text := statement.value.value, str)
@@ -284,7 +291,7 @@ def test_logs_get_texts_of_errors():
     found = [
         f"{path.relative_to(ROOT)}:{call.lineno}"
         for path in sorted(ROOT.rglob("*.py"))
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for call in nodes_of(path)
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
         if call.func.attr in methods and ast.unparse(call.func.value).endswith("logger")
         if any(isinstance(each, ast.Name) and each.id == "error" for each in call.args)
