@@ -61,7 +61,7 @@ from tests.support.stores import SHARED_MEMORY  # noqa: E402
 
 settings.register_profile(
     "dbuffer",
-    max_examples=100 if is_soak() else 25,
+    max_examples=100 if is_soak() else 15,
     deadline=None,  # a machine that is busy with other things is no failure
     database=None,
     # Explaining a failure traces every line, and a store's examples are slow to shrink already.

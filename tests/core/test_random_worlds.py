@@ -42,7 +42,7 @@ from tests.support.patterns import bits
 from tests.support.soak import is_soak, patience_s
 from tests.support.worlds import Failure, World
 
-VERSIONS = 20_000 if is_soak() else 60
+VERSIONS = 20_000 if is_soak() else 40
 """Published, and compared, in a run."""
 
 SIZE = 4

@@ -37,7 +37,7 @@ from tests.support.children import Child
 from tests.support.soak import Record, is_soak
 from tests.support.stores import back_up, copy_over, remove_store, rename, replace
 
-VERSIONS = 500 if is_soak() else 60
+VERSIONS = 500 if is_soak() else 40
 """Versions that are published in each world."""
 
 WORLDS = 5 if is_soak() else 1

@@ -450,5 +450,5 @@ def case_of(machine: type[StoreMachine], max_examples: int, in_soaks: int) -> An
     return case
 
 
-TestStore = case_of(StoreMachine, 8, 2_000)
-TestNetworkStore = case_of(NetworkStoreMachine, 8, 1_000)
+TestStore = case_of(StoreMachine, 5, 2_000)
+TestNetworkStore = case_of(NetworkStoreMachine, 5, 1_000)

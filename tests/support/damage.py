@@ -25,7 +25,7 @@ from tests.support.patterns import SMALL, Pattern, copy_newest
 from tests.support.soak import is_soak
 
 SOON_S = 60.0
-fuzzed = settings(max_examples=1_000 if is_soak() else 20)
+fuzzed = settings(max_examples=1_000 if is_soak() else 10)
 RECORDS = ("CURRENT", "A/manifest.json", "B/manifest.json", "writer.json", "receivers/old.json")
 NEWEST = "B"
 """The buffer that holds version 3 of the template."""

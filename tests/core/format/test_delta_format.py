@@ -32,7 +32,7 @@ from tests.support.deltas import (
 )
 from tests.support.soak import is_soak
 
-FUZZ_CASES = 20_000 if is_soak() else 600
+FUZZ_CASES = 20_000 if is_soak() else 300
 
 MOST_BYTES = 16 << 20
 """Memory that reading and applying a delta may take, of versions with up to 1.3 MB."""

@@ -40,7 +40,7 @@ from tests.support.soak import is_soak
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 SHARES = (0.0, 0.0001, 0.01, 0.2, 0.45, 0.9, 1.0)
-EXAMPLES = 2_000 if is_soak() else 25
+EXAMPLES = 2_000 if is_soak() else 15
 NUMEL = 4_000_000 if is_soak() else 1_000_000
 
 
