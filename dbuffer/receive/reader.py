@@ -166,11 +166,8 @@ class VersionReader(VersionVerifier):
 
     def layout(self, opened: OpenStoreVersion) -> Layout:
         try:
-            return (
-                self._map_kept(opened).layout
-                if self._is_rewritten(opened)
-                else opened.read_layout()
-            )
+            is_kept = self._is_rewritten(opened)
+            return self._map_kept(opened).layout if is_kept else opened.read_layout()
         except StoreNotFoundError as error:
             opened.wait_after_loss(error, self._patience)
 
@@ -391,11 +388,6 @@ class Snapshot(ProcessBound):
         """Map every page into this process's page table, so that reading causes no page faults."""
         self._contents.read_ahead()
 
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of all tensors in the file, including the gaps between them."""
-        return self._contents.data.numel()
-
     def copy_into(self, memory: torch.Tensor) -> SnapshotTensors:
         """Copy all tensors into ``memory``, flat bytes; return views of the copies."""
         layout = self._contents.layout
@@ -422,7 +414,7 @@ class Snapshot(ProcessBound):
         Raises:
             StoreCorruptError: tensors were damaged after this snapshot was opened.
         """
-        return self.copy_into(new_memory(self.data_bytes))
+        return self.copy_into(new_memory(self.layout.checksums_offset))
 
     def changed_since(self, version: VersionId) -> dict[str, Integers] | None:
         """Return the positions of the elements that changed since an earlier version.

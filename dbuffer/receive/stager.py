@@ -683,8 +683,8 @@ class Stager(ProcessBound):
                     tensors = None
                     prepared, sizes = self._copied_part(snapshot, part)
                 else:
-                    sizes = (0, snapshot.data_bytes)
-                    tensors = snapshot.copy_into(self._memory.resized(snapshot.data_bytes))
+                    sizes = (0, snapshot.layout.checksums_offset)
+                    tensors = snapshot.copy_into(self._memory.resized(sizes[1]))
                     prepared = None if prepared is None else prepared.of(tensors)
                 opened.close()  # raises if the version was overwritten during the copy
             self._note_sizes(*sizes)
