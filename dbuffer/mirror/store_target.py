@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -93,13 +92,7 @@ class StoreTarget:
         self.name = str(root)
         self._source = source
         self._copier = copier
-        self._new_writer = functools.partial(
-            BufferWriter,
-            root,
-            durable=False,
-            reader_timeout_s=reader_timeout_s,
-            allow_shared_store=allow_shared_store,
-        )
+        self._reader_timeout_s = reader_timeout_s
         self._lock: Descriptor | None = None
         """File lock that the elected mirror holds, or None if this mirror is not elected."""
         self._writer: BufferWriter | None = None
@@ -134,7 +127,12 @@ class StoreTarget:
         self._lock = lock
         try:
             self._require_source()
-            self._writer = self._new_writer()
+            self._writer = BufferWriter(
+                root,
+                durable=False,
+                reader_timeout_s=self._reader_timeout_s,
+                allow_shared_store=not self._store.owner_only,
+            )
             if self._has_forked():
                 # Withdraw the target's versions, so that no reader loads one from a replaced run.
                 message = "%s: withdrawing versions that forked from %s"
