@@ -45,7 +45,6 @@ def publish_and_read(sender: dbuffer.WeightSender, pattern: Pattern, *versions: 
 
 
 def assert_full(sender: dbuffer.WeightSender, weights: Any, there: int | None) -> None:
-    """There is no room for these weights, and the version that is there stays."""
     with pytest.raises(dbuffer.StoreFullError, match=str(sender.store.parent)):
         sender.send(weights)
     assert newest(sender.store, BIG, CHANGING) == there

@@ -37,9 +37,6 @@ PACKAGES = (
 )
 """Imports point from right to left."""
 
-MAX_ENTRIES = 13
-BESIDES = {"__init__.py", "__main__.py", "__pycache__", "errors.py", "py.typed"}
-
 PROBE = """
 import json, logging, os, signal, sys, threading
 
@@ -187,20 +184,6 @@ def test_type_checkers_see_the_same_names():
     assert {*imported, *errors, "__version__"} == set(dbuffer.__all__)
     for name, module in imported.items():
         assert getattr(importlib.import_module(module), name) is getattr(dbuffer, name)
-
-
-def test_the_package_has_its_version_and_is_typed():
-    assert dbuffer.__version__ == importlib.metadata.version("dbuffer")
-    assert (ROOT / "py.typed").is_file()
-
-
-def test_packages_are_few_and_each_says_its_job():
-    packages = {path.name for path in ROOT.iterdir()} - BESIDES
-    assert packages == set(PACKAGES) - {"errors"}
-    assert len(packages) <= MAX_ENTRIES
-    for package in packages:
-        said = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text("utf-8")))
-        assert said.splitlines()[0].endswith(".")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -96,7 +96,6 @@ def seal(data: bytes, raw_bytes: int) -> bytes:
 
 
 def fields_of(step: Step) -> dict[str, Any]:
-    """What a header is made of."""
     return json.loads(encode(step.header.record))
 
 
@@ -201,7 +200,6 @@ def fuzz_bytes(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
 
 
 def fuzz_fields(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
-    """Fields of the header that are wrong."""
     fields = fields_of(step)
     for _ in range(chance.choice((1, 1, 2, 3))):
         if chance.random() < 0.3:

@@ -22,7 +22,6 @@ from dbuffer.format.manifest import (
     WriterRecord,
     decode,
     encode,
-    is_receiver_id,
 )
 from dbuffer.store.records import OwnRecord
 
@@ -91,7 +90,6 @@ OF_TYPE = {
 
 
 def values_of(hint):
-    """Values of a field's type."""
     if get_origin(hint) in (Union, UnionType):
         return st.one_of([values_of(choice) for choice in get_args(hint)])
     if get_origin(hint) is Literal:
@@ -304,10 +302,3 @@ def test_the_text_of_an_id_is_read_as_it_was_written():
     for text in WRONG_TEXTS:
         with pytest.raises(ValueError, match="RUN-NUMBER"):
             VersionId.parse(text)
-
-
-def test_names_of_receivers():
-    for good in ("a", "_", "worker-0", "Node1.rank_3", "x" * 128):
-        assert is_receiver_id(good)
-    for bad in ("", ".", "..", ".a", "-a", "a/b", "../a", "a b", "a\n", "é", "x" * 129, "a\0"):
-        assert not is_receiver_id(bad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 
@@ -59,7 +58,6 @@ def small_chunks(monkeypatch):
 
 
 def positions_of(step, copier):
-    """Positions of changed elements, by the tensor."""
     parts = changed_elements(step.header, step.chunks.__getitem__, copier)
     return merge_elements(parts, copier)
 
@@ -126,16 +124,6 @@ def test_places_in_a_long_tensor(copier, places):
     [positions] = positions_of(step, copier).values()
     assert positions.tolist() == list(places)
     assert_right(step, copier)
-
-
-def test_the_header_says_what_it_is_for(copier):
-    step = random_step(3, ["bfloat16"] * 3, [1000] * 3, [0.1] * 3, copier)
-    header, record = step.header, step.header.record
-    assert (record.base, record.id) == (BASE, ID)
-    whole = step.encoded + b"".join(step.chunks)
-    assert header.places[-1] == step.num_bytes == len(whole)
-    cut = [whole[start:end] for start, end in itertools.pairwise(header.places)]
-    assert cut == step.chunks
 
 
 def test_what_lies_between_tensors_is_no_change(copier):
@@ -242,15 +230,6 @@ def test_patches_are_what_a_comparison_finds(copier, seed):
     assert torch.equal(before.data, after.data)
     assert [body for _, body in changes.chunks] == step.chunks
     assert changes.tensors == {0, 1, 2}
-
-
-def test_elements_of_several_deltas_are_merged(copier):
-    parts = [{0: [1, 5], 2: [7]}, {0: [3, 5, 6]}, {3: [2]}, {0: [0]}]
-    arrays = ({index: np.array(each) for index, each in part.items()} for part in parts)
-    merged = merge_elements(arrays, copier)
-    lists = {index: positions.tolist() for index, positions in merged.items()}
-    assert lists == {0: [0, 1, 3, 5, 6], 2: [7], 3: [2]}
-    assert merge_elements([], copier) == {}
 
 
 class TestSize:

@@ -63,7 +63,6 @@ class TestCopies:
 
 
 def pairs_of(copy, targets, sources):
-    """Pairs of main memory and device."""
     pairs = zip(targets, sources, strict=True)
     return list(pairs) if copy is devices.from_device else [(s, t) for t, s in pairs]
 

@@ -12,11 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, TensorSpec
+from dbuffer.format.layout import BLOCK_BYTES, Layout, TensorSpec
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import (
-    DTYPE_NAMES,
-    DTYPES,
     MappedTensors,
     is_plain,
     split_evenly,
@@ -53,12 +51,6 @@ def copier(request):
     copier.close()
 
 
-def test_names_and_dtypes_are_one_to_one():
-    assert set(DTYPES) == set(ITEM_BYTES)
-    assert {DTYPES[name] for name in DTYPES} == set(DTYPE_NAMES)
-    assert all(DTYPE_NAMES[DTYPES[name]] == name for name in DTYPES)
-
-
 class TestSplitEvenly:
     @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 9))
     def test_each_index_is_in_one_slice_and_none_is_much_larger_than_its_share(self, sizes, parts):
@@ -70,28 +62,6 @@ class TestSplitEvenly:
         for first, end in slices:
             assert first < end, "torch's functions for lists of tensors refuse an empty one"
             assert sum(sizes[first:end]) <= share + max(sizes)
-
-
-class TestMappedTensors:
-    @pytest.mark.parametrize("name", ITEM_BYTES)
-    def test_views_have_dtype_shape_and_place(self, make_mapped, name):
-        specs = [TensorSpec(str(shape), name, shape) for shape in ((), (3,), (0, 4), (2, 3, 5))]
-        mapped = make_mapped(specs)
-        for index, spec in enumerate(specs):
-            view = mapped.tensor(index)
-            assert view.dtype is DTYPES[name]
-            assert tuple(view.shape) == spec.shape
-            if view.numel():
-                assert view.data_ptr() == mapped.address + mapped.layout.offsets[index]
-
-    def test_a_writers_mapping_is_the_file_and_a_readers_is_its_own(self, make_mapped):
-        specs = [TensorSpec("a", "uint8", (5,))]
-        make_mapped(specs).tensor(0).copy_(torch.arange(5, dtype=torch.uint8))
-        assert make_mapped.path.read_bytes()[:5] == bytes(range(5))
-        mine, others = make_mapped(specs, mmap.ACCESS_COPY), make_mapped(specs, mmap.ACCESS_COPY)
-        mine.tensor(0).fill_(7)
-        assert others.tensor(0).tolist() == list(range(5))
-        assert make_mapped.path.read_bytes()[:5] == bytes(range(5))
 
 
 class Source:

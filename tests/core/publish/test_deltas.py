@@ -95,12 +95,10 @@ def publish(sender: dbuffer.WeightSender, *versions: int) -> list[int | None]:
 
 
 def newest_buffer(store: Path) -> str:
-    """The buffer that holds the newest version."""
     return DoubleBuffer(store).pointer().buffer
 
 
 def manifest_of(store: Path) -> Manifest:
-    """The newest version's manifest."""
     return DoubleBuffer(store).manifest(newest_buffer(store))
 
 

@@ -459,8 +459,6 @@ def test_a_directory_that_one_rank_cannot_use_is_refused_on_all(world, store, us
 
 
 def failing(owner: type, name: str) -> Callable[[Any, pytest.MonkeyPatch], dict[str, Any]]:
-    """Let a method raise."""
-
     def hinder(_: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         patch.setattr(owner, name, mock.Mock(side_effect=OSError("it went up in smoke")))
         return {}

@@ -104,28 +104,6 @@ def test_an_interrupt_in_a_step_is_heard_of_at_once(world, others_do):
         assert not is_open
 
 
-def fail_then_go_on(rank: int) -> tuple[list[str], list[int]]:
-    ranks = Agreement(None, timeout_s=TIMEOUT_S)
-
-    def fail() -> None:
-        raise MemoryError("no room") if rank == 1 else dbuffer.StoreFullError("full")
-
-    messages = []
-    for what, action in (("work", fail), ("tell", lambda: {rank})):
-        with ranks.call(), pytest.raises(dbuffer.DBufferError) as caught:
-            each(ranks, what, action if rank else lambda: None)
-        messages.append(f"{caught.type.__name__}: {caught.value}")
-    return messages, each(ranks, "go on", lambda: rank)
-
-
-def test_after_an_error_that_all_raise_they_go_on(world):
-    """Whether a rank failed, or has a result that cannot be told."""
-    for (failed, untold), went_on in world.run(fail_then_go_on):
-        assert failed == "RankFailedError: rank 1 could not work: MemoryError: no room"
-        assert untold.startswith("RankFailedError: rank 1 could not tell: TypeError: ")
-        assert went_on == [0, 1, 2]
-
-
 def fail_alone(rank: int) -> str:
     """One rank fails while the others wait for it in a collective of the trainer's."""
     ranks = Agreement(None, timeout_s=TIMEOUT_S)

@@ -31,7 +31,6 @@ def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
 
 @pytest.fixture
 def loop(store: Path, receiver: dbuffer.WeightReceiver) -> FollowLoop:
-    """A loop over a store that holds version 1."""
     publish(store, 1)
     return FollowLoop(receiver, "testing", logger)
 
@@ -61,22 +60,6 @@ def require_no_attempt(loop: FollowLoop, newer_than: int | None) -> None:
     interrupt = threading.Event()
     with meanwhile(interrupt.set, after_s=0.3):
         assert wait(loop, newer_than, interrupt=interrupt) is None
-
-
-@pytest.mark.timing(retry_min_s=1000.0)
-def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(store, loop):
-    fail(loop, ValueError("not this one"))
-    assert wait(loop, None, timeout_s=0.2) == 1, "the time is over: it is tried once more"
-    with meanwhile(publish, store, 2, after_s=0.2):
-        assert wait(loop, None) == 2
-
-
-@pytest.mark.timing(retry_min_s=0.01)
-def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(loop):
-    fail(loop, dbuffer.WeightsMismatchError("one tensor too many"))
-    require_no_attempt(loop, None)
-    loop.retry_now()
-    assert wait(loop, None) == 1
 
 
 def test_a_request_to_retry_is_not_kept_for_a_failure_that_comes_later(store, loop):

@@ -693,7 +693,6 @@ def test_pinned_memory_without_a_gpu_is_a_problem_and_no_crash(store, sender):
 
 
 def counts() -> tuple[int, int]:
-    """Threads and open descriptors of this process."""
     return threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 

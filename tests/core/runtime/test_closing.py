@@ -33,7 +33,6 @@ HANGS_S = 0.3
 
 
 def hold_up(patch: pytest.MonkeyPatch, owner: Any, name: str) -> Gate:
-    """Hold up every call of a method."""
     gate, method = Gate(), getattr(owner, name)
 
     def call_later(*arguments: Any, **options: Any) -> None:

@@ -51,7 +51,6 @@ SENDERS = [send, send_sharded, mirror]
 
 
 def fill(directory: Path, *files: str) -> None:
-    """Put files of something else into a directory."""
     directory.mkdir(mode=0o700)
     for file in files:
         (directory / file).parent.mkdir(exist_ok=True)

@@ -85,18 +85,6 @@ def test_on_a_local_disk_the_pointer_alone_counts(store, sender, monkeypatch):
     assert newest(store) is None
 
 
-def test_the_next_publish_brings_the_pointer_back(store, sender, receiver):
-    publish(sender, 1, 2, 3)
-    take_away(store)
-    assert sender.send(SMALL.weights(4)).version == 4
-    assert load(receiver) == 4
-    take_away(store)
-    sender.close()
-    with dbuffer.WeightSender(store, num_threads=1) as again:
-        assert again.send(SMALL.weights(5)).version == 5
-    assert load(receiver) == 5
-
-
 # A publish under way
 
 

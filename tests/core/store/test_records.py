@@ -40,30 +40,6 @@ def read(store: Path, receiver_id: str = "one") -> ReceiverRecord | None:
     return DoubleBuffer(store).receiver(receiver_id)
 
 
-def test_what_is_set_is_in_the_store_when_it_is_written(made):
-    record = RecordFile(made, "one")
-    record.remove()
-    record.set(**applied(3), stats={"staged": 3})
-    record.set(problem="größe\n\x00", problem_version=FOURTH, part_of="engine")
-    assert read(made) is None
-    before = time.time()
-    record.write()
-    first = read(made)
-    assert first == record.current
-    assert (first.receiver, first.pid) == ("one", os.getpid())
-    assert (first.applied_version, first.held, first.staged) == (3, None, None)
-    assert (first.problem, first.problem_version) == ("größe\n\x00", FOURTH)
-    assert (first.part_of, first.stats) == ("engine", {"staged": 3})
-    record.write()
-    assert before <= first.updated_at < read(made).updated_at <= time.time()
-    RecordFile(made, "two").write()
-    record.remove()
-    record.remove()
-    assert [other.receiver for other in DoubleBuffer(made).receivers()] == ["two"]
-    record.write()
-    assert read(made) == record.current
-
-
 def test_a_later_record_has_a_later_time_also_where_the_clock_is_put_back(made, monkeypatch):
     record, times = RecordFile(made, "one"), []
     for seconds in (0.0, -3600.0, -3600.0, 1.0):

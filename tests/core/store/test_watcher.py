@@ -41,7 +41,6 @@ def directory(tmp_path):
 
 @pytest.fixture
 def watch():
-    """Make watchers that are closed at the end."""
     with contextlib.ExitStack() as stack:
         yield lambda path: stack.enter_context(contextlib.closing(Watcher(path.parent, path.name)))
 
@@ -64,7 +63,6 @@ def waited_s(watcher: Watcher, timeout_s: float = LONG_S) -> float:
 
 
 def assert_wakes(watcher: Watcher, directory: Path) -> None:
-    """Require that a replaced file ends a long wait."""
     settle(watcher)
     with meanwhile(replace, directory / "CURRENT"):
         assert waited_s(watcher) < SOON_S

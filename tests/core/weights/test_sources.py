@@ -43,8 +43,6 @@ class Published(NamedTuple):
 
 @pytest.fixture
 def publish(store):
-    """Send something and say what a receiver got."""
-
     def publish(weights, **options) -> Published:
         with WeightSender(store, **options) as sender:
             publication = sender.send(weights)
@@ -214,13 +212,6 @@ class TestModules:
         model[0].bias.requires_grad_(False)
         return model
 
-    def test_parameters_and_persistent_buffers(self, publish, model):
-        published = publish(model)
-        check(published, model.state_dict())
-        assert "1.num_batches_tracked" in published.tensors
-        assert "kept" in published.tensors
-        assert "scratch" not in published.tensors
-
     def test_extra_state(self, publish):
         assert list(publish(WithState(None)).tensors) == ["weight", "bias"]
         published = publish(WithState(torch.ones(3)))
@@ -229,13 +220,6 @@ class TestModules:
             message = rf"lost: '1\._extra_state' \({type(state).__name__}\)"
             with pytest.raises(InvalidWeightsError, match=message):
                 publish(nn.Sequential(nn.Linear(2, 2), WithState(state)))
-
-    @pytest.mark.filterwarnings("ignore:.*(migrations|quantiz)")
-    def test_a_quantised_module_is_refused(self, publish):
-        model = nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
-        packed = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
-        with pytest.raises(InvalidWeightsError, match=r"'1\._packed_params\._packed_params'"):
-            publish(packed)
 
     @compiles
     def test_a_wrapped_module(self, publish, model, process_group):

@@ -42,8 +42,6 @@ def receiver(request, store):
 
 @pytest.fixture
 def load(store):
-    """Publish, and load what was published."""
-
     def load(weights, target) -> int | None:
         with WeightSender(store, checksum=True) as sender:
             sender.send(weights)
