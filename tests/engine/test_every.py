@@ -231,19 +231,6 @@ def test_a_version_is_kept_until_its_user_is_done(scene, every):
             assert scene.engine.serves == (version, str(version))
 
 
-def test_done_is_of_no_effect_on_a_later_version(scene):
-    scene.publish(1)
-    with scene.follower(until_done=True) as follower:
-        follower.done()
-        follower.sync()
-        follower.done()
-        follower.done()
-        scene.publish(2)
-        assert follower.sync().version == 2
-        scene.publish(3)
-        assert follower.sync() is None
-
-
 def test_a_version_is_kept_if_no_later_one_is_required(scene):
     scene.publish(1)
     with scene.follower(until_done=True) as follower:
@@ -295,9 +282,3 @@ def test_each_newest_version_of_another_store_is_applied_once(scene, shm_path, o
 def test_an_engine_that_stays_on_a_version_takes_no_other(scene, option):
     with pytest.raises(dbuffer.OptionError, match="if version is set"):
         scene.follower(version=1, **option)
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.0, True, "10"])
-def test_a_distance_is_a_whole_number(scene, every):
-    with pytest.raises(dbuffer.OptionError, match="every"):
-        scene.follower(every=every)

@@ -356,17 +356,6 @@ def test_follower_learns_what_the_ranks_found_of_their_weights(scene, differing)
             assert engine.calls == calls + 1  # for its label, and no more
 
 
-def test_forced_sync_brings_the_version_again(scene):
-    with scene.follower() as follower:
-        assert follower.sync(force=True) is None  # there is no version
-        assert scene.engine.label == "default"
-    with scene.serving() as follower:
-        scene.engine.rank.tensors = SMALL.weights(0)  # unnoticed
-        assert follower.sync() is None
-        assert follower.sync(force=True).version == 1
-        assert scene.engine.serves == (1, "1")
-
-
 def test_sleeping_engine_is_busy_and_is_not_resumed(scene):
     engine = scene.engine
     with scene.about_to_switch() as follower:

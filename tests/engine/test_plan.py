@@ -66,7 +66,6 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def plan_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Messages of plans that were logged."""
     names = {RankModel.__module__, Planning.__module__}
     return [each.getMessage() for each in caplog.records if each.name in names]
 
@@ -1401,7 +1400,6 @@ def test_a_version_reaches_what_has_replaced_a_part_of_the_model(way, is_delta, 
     assert switched.patched[-1] == is_delta
 
 
-@pytest.mark.parametrize("is_prepared", [False, True], ids=["before staging", "in the pause"])
 @pytest.mark.parametrize(
     ("kind", "replace"),
     [
@@ -1412,17 +1410,14 @@ def test_a_version_reaches_what_has_replaced_a_part_of_the_model(way, is_delta, 
         (IntoAKernel, replace_layer),
     ],
 )
-def test_a_switch_fills_what_has_replaced_what_was_planned(kind, replace, is_prepared, log):
+def test_a_switch_fills_what_has_replaced_what_was_planned(kind, replace, log):
     make = functools.partial(mixed_model, kind)
     switched = Switched(make, mixed_tensors(), packing=Packer())
     assert switched.switch_often(mixed_tensors) == PLANNED
-    if is_prepared:
-        newest, switch = switched.prepare_next()
-        replace(switched.model)
-        switched.commit(switch, newest)
-        assert torch.equal(switched.model.layers["c"].weight, newest["c.weight"])
-    else:
-        replace(switched.model)
+    newest, switch = switched.prepare_next()
+    replace(switched.model)  # in the pause
+    switched.commit(switch, newest)
+    assert torch.equal(switched.model.layers["c"].weight, newest["c.weight"])
     assert switched.switch_often(mixed_tensors) == PLANNED
     assert sum("was replaced, or has moved" in line for line in plan_lines(log)) == 1
 

@@ -111,27 +111,12 @@ def test_computed_buffers_and_drafts_need_no_place(spec, *, is_known):
     assert unused(check([*UNTIED, spec])) == ([] if is_known else [spec.name])
 
 
-@pytest.mark.parametrize(
-    ("before", "advice"),
-    [
-        ("actor.", "NameMap().prefix('actor.', '')"),
-        ("policy.net.", "NameMap().prefix('policy.net.', '')"),
-    ],
-)
-def test_a_refusal_says_which_rule_would_mend_the_names(before, advice):
+def test_a_refusal_says_which_rule_would_mend_the_names():
     check = check_of(Model())
-    with pytest.raises(WeightsMismatchError, match=re.escape(f"with rename=dbuffer.{advice}, the")):
-        check([spec._replace(name=before + spec.name) for spec in UNTIED])
+    advice = re.escape("with rename=dbuffer.NameMap().prefix('actor.', ''), the")
+    with pytest.raises(WeightsMismatchError, match=advice):
+        check([spec._replace(name=f"actor.{spec.name}") for spec in UNTIED])
     assert not check(UNTIED).unused
-
-
-def test_a_refusal_that_no_rule_mends_says_nothing_of_rules():
-    with pytest.raises(WeightsMismatchError) as caught:
-        check_of(Model())([spec._replace(name=f"{spec.name}.x") for spec in UNTIED])
-    assert "rename" not in str(caught.value)
-    experts = TensorSpec("layers.0.experts.gate_up_proj", "float32", (2, 4, 4))
-    with pytest.raises(WeightsMismatchError, match="send the module itself"):
-        check_of(Model())([SPECS[0], experts])
 
 
 def test_aliases_are_offered_where_a_name_is_missing():

@@ -67,11 +67,6 @@ def test_scores_are_those_of_the_other_layout(num_kv_heads, group, half, length,
     torch.testing.assert_close(permuted, expected)
 
 
-def test_even_rows_come_before_odd_ones_within_each_head():
-    first, second = [0, 2, 4, 1, 3, 5], [6, 8, 10, 7, 9, 11]
-    assert permute_for_rotary(torch.arange(12), 2).tolist() == first + second
-
-
 @pytest.mark.parametrize(
     ("shape", "num_heads"), [((6, 2), 2), ((8,), 3), ((8,), 0), ((), 1), ((0, 4), 1)]
 )

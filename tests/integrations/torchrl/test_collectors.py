@@ -148,21 +148,6 @@ def test_workers_read_a_local_copy(address, shm_path, policy):
         assert len([name for name in readers if name.startswith("mirror-")]) == 1
 
 
-@MULTI
-def test_multi_collector_bumps_on_update(scheme, policy, collector_class):
-    with parts.collecting(
-        policy, scheme, collector_class=collector_class, track_policy_version=True
-    ) as collector:
-
-        def versions(batch: Any) -> set[int]:
-            return set(batch["next", "policy_version"].flatten().tolist())
-
-        assert [versions(collector.next()) for _ in range(4)] == [{0}] * 4
-        for expected in (1, 2):
-            collector.update_policy_weights_()
-            parts.comes_to(collector, versions, {expected})
-
-
 def _bare() -> tuple[nn.Module, dict[str, Any]]:
     """A module that the workers alone wrap (TorchRL's ``test_auto_wrap_modules``)."""
     return parts.BarePolicy(1.0), {}
@@ -306,17 +291,6 @@ def test_weights_in_every_form(address, strategy):
         assert parts.acts(collector) == [10.0, 10.0]
 
 
-def _normalised_env() -> Any:
-    norm = parts.envs.VecNormV2(in_keys=["observation"], decay=0.9)
-    return parts.envs.TransformedEnv(parts.ProbeEnv(), parts.envs.Compose(norm))
-
-
-def _frozen_env() -> Any:
-    env = _normalised_env()
-    env.transform[0].freeze()
-    return env
-
-
 def test_multi_model_updates(address, policy):
     """A policy and a network of the workers' environments; the trainer's collector has no env."""
     value = nn.Linear(1, 1, bias=False)
@@ -340,30 +314,6 @@ def test_multi_model_updates(address, policy):
         with pytest.raises(KeyError, match="critic"):
             collector.update_policy_weights_(value, model_id="critic")
     assert len([path for path in address.iterdir() if "worker" not in path.name]) == 2
-
-
-def test_vecnorm_statistics(address):
-    """A "model" that is extra state and nothing else."""
-    schemes = {
-        "policy": parts.DoubleBufferSyncScheme(address),
-        "env.transform[0]": parts.DoubleBufferSyncScheme(address),
-    }
-    trainer_env = _normalised_env()
-    trainer_env.rollout(3)
-    norm = trainer_env.transform[0]
-    expected = _frozen_env()
-    with parts.collecting(parts.ConstantPolicy(1.0), schemes, env=_frozen_env) as collector:
-        for mean in (2.0, 3.0):
-            state = norm.get_extra_state()
-            state["loc.-|-.observation"] = torch.full((1,), mean)
-            state["var.-|-.observation"] = torch.full((1,), mean**2 + 4.0)
-            norm.set_extra_state(state)
-            collector.update_policy_weights_(norm, model_id="env.transform[0]")
-            expected.transform[0].load_state_dict(norm.state_dict())
-            observation = expected.reset()["observation"].tolist()
-            assert observation != [0.0]
-            # The first observation of a batch was made before.
-            parts.comes_to(collector, lambda b: b["observation"].unique().tolist(), observation)
 
 
 @STRATEGIES

@@ -124,14 +124,9 @@ def test_errors_of_the_engines_schemes(case, store):
 
 @pytest.mark.parametrize("kind", [COLLECTORS_SCHEME, ENGINES_SCHEME])
 @pytest.mark.parametrize(
-    ("option", "value"), [("verify", 3), ("poll_interval_s", 0), ("delta", "x"), ("wait", True)]
+    ("option", "value"),
+    [("verify", 3), ("poll_interval_s", 0), ("delta", "x"), ("wait", True), ("strategy", "pickle")],
 )
 def test_an_option_that_is_invalid_is_refused_at_once(kind, store, option, value):
     with pytest.raises(dbuffer.OptionError, match=option):
         make(kind, store, **{option: value})
-
-
-@pytest.mark.parametrize("kind", [COLLECTORS_SCHEME, ENGINES_SCHEME])
-def test_unknown_strategy(kind, store):
-    with pytest.raises(dbuffer.OptionError, match="strategy"):
-        make(kind, store, strategy="pickle")

@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,33 +232,23 @@ def test_a_pause_in_place_drops_none(make, loop):
     engine.close()
 
 
+IN_PLACE = UnsupportedError, "in_place"
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("make", "pause", "error", "told"),
     [
-        {"enable_prefix_caching": True},
-        {"is_multimodal_model": True},
-        {"kv_transfer_config": {}},
+        # Answers would mix versions.
+        (partial(asynchronous, enable_prefix_caching=True), "in_place", *IN_PLACE),
+        (partial(asynchronous, is_multimodal_model=True), "in_place", *IN_PLACE),
+        (partial(asynchronous, kv_transfer_config={}), "in_place", *IN_PLACE),
+        (partial(asynchronous, runner_type="pooling"), "wait", UnsupportedError, "pooling model"),
+        (offline, "in_place", OptionError, "in_place"),
+        (server, "in_place", OptionError, "in_place"),
     ],
-    ids=str,
 )
-def test_no_pause_is_in_place_where_answers_would_mix_versions(changes, loop):
-    engine = asynchronous([], loop, **changes)
-    engine.require_pause("keep")
-    with pytest.raises(UnsupportedError, match="in_place"):
-        engine.require_pause("in_place")
-    engine.close()
-
-
-def test_a_pooling_model_that_serves_is_refused(loop):
-    engine = asynchronous([], loop, runner_type="pooling")
-    with pytest.raises(UnsupportedError, match="pooling model"):
-        engine.require_pause("wait")
-    engine.close()
-
-
-@pytest.mark.parametrize("make", [offline, server])
-def test_an_engine_that_cannot_pause_in_place_says_so(make, loop):
+def test_a_pause_that_an_engine_cannot_make_is_refused(make, pause, error, told, loop):
     engine = make([], loop)
-    with pytest.raises(OptionError, match="in_place"):
-        engine.require_pause("in_place")
+    with pytest.raises(error, match=told):
+        engine.require_pause(pause)
     engine.close()

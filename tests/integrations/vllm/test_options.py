@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
-import json
 import logging
 import math
 import subprocess
@@ -74,36 +73,6 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "instance_id": ["", 1, True, ["a"], {}],
 }
 
-RIGHT_OPTIONS: dict[str, list[Any]] = {
-    "store": ["/a", "/dev/shm/größe policy", "/" + "s" * 500],
-    "local_store": [None, "/a", "/dev/shm/größe copy"],
-    "draft_store": [None, "/a", "/dev/shm/größe draft"],
-    "version": [None, 1, MAX_NUMBER],
-    "every": [1, 10, MAX_NUMBER],
-    "when": [None, {"step": 100}, {"step": MAX_NUMBER, "epoch": 1, "": 2}],
-    "until_done": [True, False],
-    "engine_id": [None, "a", "0", "_", "vllm-host.1_2-3", "a" * 118],
-    "staging": ["auto", "map", "copy", "device"],
-    "verify": ["auto", True, False],
-    "poll_interval_s": [1, 0.001, 3600.0],
-    "timeout_s": [1, 0.001, 86400],
-    "num_threads": [None, 1, 64],
-    "allow_shared_store": [True, False],
-    "allow_stale_kv": [True, False],
-    "plan": [True, False],
-    "images": [True, False],
-    "attest": ["auto", True, False],
-    "forked": ["follow", "refuse"],
-    "unused_tensors": ["refuse", "warn"],
-    "canary": [
-        None,
-        True,
-        {"prompts": ["1 + 1 = 2", "größer"], "min_mean_logprob": -2.5},
-        {"prompts": [[1, 2], [0, 5, 7]], "min_mean_logprob": -3},
-    ],
-    "instance_id": [None, "1795324001626655474"],
-}
-
 WRONG_REQUESTS: dict[str, list[Any]] = {
     "version": [0, -1, 1.0, "1", True, False, [1], {}, MAX_NUMBER + 1, math.nan],
     "at_least": [0, -1, 1.0, "1", True, False, [1], {}, MAX_NUMBER + 1],
@@ -130,18 +99,9 @@ def test_a_wrong_value_is_an_error_that_names_its_field(kind, needed, name, valu
         assert str(caught.value).startswith(f"invalid {name} {value!r}"[:200])
 
 
-@pytest.mark.parametrize("name", RIGHT_OPTIONS)
-def test_a_right_option_is_kept(name):
-    for value in RIGHT_OPTIONS[name]:
-        options = EngineOptions.parse({"store": STORE, name: value})
-        assert getattr(options, name) == value
-        assert EngineOptions.parse(json.loads(json.dumps(dataclasses.asdict(options)))) == options
-    assert is_receiver_id(f"{RIGHT_OPTIONS['engine_id'][-1]}.rank-9999")
-
-
 def test_every_field_is_tested_here():
     names = {field.name for field in dataclasses.fields(EngineOptions)}
-    assert names == set(WRONG_OPTIONS) == set(RIGHT_OPTIONS)
+    assert names == set(WRONG_OPTIONS)
     assert {field.name for field in dataclasses.fields(UpdateRequest)} == set(WRONG_REQUESTS)
 
 
