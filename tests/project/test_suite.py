@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import random
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 from tests.support import ROOT
-from tests.support.ports import free_port
 from tests.support.schedule import GROUPS, SLOW, group_of
 
 VLLM_PROGRAMS = {
@@ -33,18 +29,6 @@ def names_imported(module: ast.AST) -> Iterator[str]:
             yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-
-
-def test_a_free_port_is_for_one_test_and_for_no_connection(monkeypatch):
-    theirs = [socket.create_server(("127.0.0.1", 0)) for _ in range(20)]
-    first_theirs = min(server.getsockname()[1] for server in theirs)
-    for server in theirs:
-        server.close()
-    seen = free_port()
-    monkeypatch.setattr(
-        random.SystemRandom, "randrange", Mock(side_effect=[seen, *range(seen - 50, seen)])
-    )
-    assert seen != free_port() < first_theirs
 
 
 def test_files_that_run_vllm_are_in_groups():
