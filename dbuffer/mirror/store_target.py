@@ -178,9 +178,9 @@ class StoreTarget:
         self._mappings.keep_only()
         opened = self._writer, self._lock
         self._writer = self._lock = None
-        for each in opened:
-            if each is not None:
-                each.close()
+        for owned in opened:
+            if owned is not None:
+                owned.close()
 
     def copy(self, opened: OpenSourceVersion) -> Publication:
         """Publish a copy of an open version in the store."""
