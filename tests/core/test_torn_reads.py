@@ -41,8 +41,8 @@ from tests.support.patterns import SMALL, Pattern, publish
 from tests.support.soak import IN_SOAKS_ALONE, Record, is_soak, patience_s
 from tests.support.stores import without_flock
 
-NUM_PUBLISHES = 20_000 if is_soak() else 80
-NUM_PUBLISHES_ACROSS_A_NETWORK = 6_000 if is_soak() else 40
+NUM_PUBLISHES = 20_000 if is_soak() else 50
+NUM_PUBLISHES_ACROSS_A_NETWORK = 6_000 if is_soak() else 30
 """Each takes longer: three files are flushed, and three directories."""
 NUM_READERS = 4
 IDLE_S = 0.005
