@@ -472,7 +472,7 @@ PROBLEMS: list[tuple[int, Callable[[Any, pytest.MonkeyPatch], dict[str, Any]], s
     (
         BAD,
         lambda weights, _: {"weights": dict(list(weights.items())[:-1])},
-        r"layers.7.weight int64\[256\] has a gap: rank 1 holds parts of it, as rank 0 says",
+        r"layers.7.weight int64\[256\] has a gap: on rank 0, rank 1 holds parts of it",
     ),
     (BAD, lambda *_: {"version": 7}, "rank 1 .* 7, .* rank 0 .* None"),
     (BAD, lambda *_: {"weights": 7}, "rank 1 .* int"),
