@@ -23,7 +23,6 @@ with warnings.catch_warnings():
     from tensordict.nn import TensorDictModule, TensorDictModuleBase
     from torch import nn
     from torchrl import collectors as collectors
-    from torchrl import envs as envs
     from torchrl.collectors import MultiSyncCollector
     from torchrl.collectors import distributed as distributed
     from torchrl.data import Composite, Unbounded
