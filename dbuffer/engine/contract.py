@@ -58,7 +58,7 @@ class WeightLabel:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata of the version, such as the trainer's ``step``."""
     newest_run: str | None = None
-    """Run (start of the sender) of the version that the engine prepares, if it is not ``run``."""
+    """Run (start of a sender) of the version that the engine is to load next, if not `run`."""
     attested_at: float | None = None
     """Time, in seconds since the epoch, of the comparison that found the engine's weights equal to
     the published version, or None if there was no such comparison yet."""

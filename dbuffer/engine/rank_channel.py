@@ -61,10 +61,7 @@ class RankChannel:
 
     @classmethod
     def of(cls, group: Any) -> RankChannel:
-        """Return the channel of a group.
-
-        Each call for a process group with several ranks returns the same channel.
-        """
+        """Return the channel of a group. A group of several ranks has one channel in a process."""
         if group.world_size == 1:
             return cls(group)
         store = _get_default_store()

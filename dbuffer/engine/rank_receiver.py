@@ -184,8 +184,9 @@ class RankReceiver:
 
         The engine must not be generating.
 
-        If the request names no attempt (no follower sent it), write the engine's record at once. In
-        place of an invalid request, pass its error: all ranks then refuse the request.
+        A follower's request names an attempt, and the follower later asks to write the engine's
+        record. For any other request, write the record at once. In place of an invalid request,
+        pass its error: all ranks then refuse the request.
 
         Raises:
             OptionError: (a ``ValueError``) all ranks got an invalid request.

@@ -283,9 +283,9 @@ class UnusedTensors:
     ) -> tuple[dict[str, str | None], dict[str, str]]:
         """Return two dictionaries of the tensors that this rank of a pipeline does not read.
 
-        The first describes the tensors that the rank's model has no place for, keyed by name. Its
-        value is None for a duplicate of a tied tensor that the model has. The second describes the
-        duplicates that differ from the tied tensor, keyed by name.
+        The first has, by name, the tensors that the rank's model has no place for. The value
+        describes the tensor, or is None if the tensor is a duplicate of a tied tensor of the model.
+        The second has, by name, descriptions of the duplicates that differ from the tied tensor.
         """
         differing = self._differing[1] if self._differing[0] == version else {}
         if not self._is_pipeline or layout == self._agreed:

@@ -179,7 +179,7 @@ class FollowLoop(RetryLoop):
         return self._version
 
     def uses(self, version: int) -> None:
-        """Set the version that the log and the receiver's record name if the attempt fails."""
+        """Note the attempt's version. If the attempt fails, log and record name this version."""
         self._used = version
 
     def used(self) -> None:

@@ -191,7 +191,7 @@ class VersionReader(VersionVerifier):
         """Keep the memory of a closed snapshot, to apply later deltas to it.
 
         If versions are not verified, keep nothing: the snapshot's user may have modified the
-        memory.
+        memory, and only a verification would find out.
         """
         if opened.manifest.chain and not self.maps_files and self._must_verify(opened.manifest):
             self._in_memory = opened.manifest, tensors

@@ -764,7 +764,7 @@ class Stager(ProcessBound):
 
 
 def _is_lost(version: VersionId, newest: Lineage, before: Iterable[Lineage]) -> bool:
-    """Whether a version is lost in a fork: it leads neither to ``newest`` nor to a later version.
+    """Whether a version is lost in a fork, so that neither ``newest`` nor a later one leads on it.
 
     ``before`` has versions that were the newest earlier. Return False if the run of ``version`` is
     unknown to ``newest`` and ``before``: a mirror that lags, for instance, may still publish it.

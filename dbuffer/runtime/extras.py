@@ -14,8 +14,8 @@ EXTRAS: dict[str, str | None] = {
     "typer": "cli",
     "zstandard": "delta",
 }
-"""Extra of dbuffer that installs a module's package, keyed by the module's name. The value is None
-if each such extra also installs an engine or a framework."""
+"""Extra of dbuffer to install for a module, keyed by the module's name. The value is None if each
+extra with the module's package also installs an engine or a framework."""
 
 
 def needed_for(use: str) -> TranslatedErrors:

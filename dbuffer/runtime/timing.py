@@ -84,7 +84,7 @@ class Timing:
 
     @property
     def bucket_presumed_dead_after_s(self) -> float:
-        """Age of a mirror's last put of records at which the receivers in them count as dead."""
+        """Time after a mirror's last put of records when the receivers in them count as dead."""
         return 4 * self.bucket_heartbeat_s
 
 

@@ -213,7 +213,7 @@ def check_half_updates(bench: Bench) -> None:
 
 
 def check_sleep(bench: Bench) -> None:
-    """Check that an update during sleep mixes no weights, and that a later one restores them."""
+    """Check that an update during a sleep mixes no weights, and that a later update works."""
     with bench.training() as trainer:
         second = trainer.send(bench.second)
         bench.llm.sleep(level=1)

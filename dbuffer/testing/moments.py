@@ -29,8 +29,8 @@ CHANGING_CALLS = frozenset(
 """Names of system calls that change a store's files or locks."""
 
 MOMENTS = CHANGING_CALLS | {"setprofile", "xxh3_64_intdigest"}
-"""`CHANGING_CALLS`, and two calls that change no file. ``xxh3_64_intdigest`` hashes a copied
-tensor. ``sys.setprofile(None)`` ends the counting of `at_call`."""
+"""Calls that :func:`at_call` can count: `CHANGING_CALLS`, the hash of a copied tensor, and
+``sys.setprofile(None)``, which ends the counting."""
 
 COPIES = MOMENTS | {"_foreach_copy_", "allgather", "copy_", "preadv"}
 """`MOMENTS`, and names of calls that copy tensors or exchange data between ranks."""

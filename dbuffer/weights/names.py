@@ -55,7 +55,7 @@ class Rule:
             problem = "a transpose needs two dims, and takes no new name"
         elif self.kind in ("split", "stack") and not self._is_cut():
             problem = (
-                "it needs a single dim, the name of the uncut tensor, and either a list of names "
+                "it needs a single dim, the name of the whole tensor, and either a list of names "
                 "of the parts or a single name with '#' for the part's index; all names must have "
                 "the same number of '*'"
             )

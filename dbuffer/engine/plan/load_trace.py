@@ -271,7 +271,7 @@ class LoadRecorder:
         if source_name is None:
             self._refused[name] = "is computed by its loader"
         elif target.dtype != tensor.dtype or source.dtype != published.dtype:
-            self._refused[name] = "gets bits of another dtype"
+            self._refused[name] = "is loaded as a tensor of another dtype"
         elif target.is_complex() or _changes_values(source) or _changes_values(target):
             self._refused[name] = "gets complex numbers"
         elif source_name not in self._rewritten:
@@ -280,7 +280,7 @@ class LoadRecorder:
         elif (value := self._rewritten[source_name]) is not None:
             self._ops[name].append(CopyOp(View.of(target, tensor), None, value=value))
         else:
-            self._refused[name] = f"is loaded from {source_name}, which its loader has changed"
+            self._refused[name] = f"is loaded from {source_name} after its loader modified that"
 
 
 def storage_of(tensor: torch.Tensor) -> int:

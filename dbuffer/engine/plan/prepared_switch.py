@@ -106,7 +106,7 @@ class PreparedSwitch:
     tensors: Tensors
     """Published tensors. If the version is staged in memory, only tensors of reloaded layers."""
     aliases: Mapping[str, str]
-    """Maps a name under which the model takes a tensor to the tensor's name in the store."""
+    """Names of tensors in the store, keyed by the names under which the model loads them."""
     copies: Mapping[str, Sequence[Copy]]
     images: Sequence[Image]
     digests: Mapping[str, int]
@@ -398,7 +398,7 @@ def digest_of_all(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield lists of views of all bytes, in order. Each list but the last has `_CHUNK_BYTES`."""
+    """Yield all bytes in order, as lists of views with `_CHUNK_BYTES` in all (the last: fewer)."""
     views: list[torch.Tensor] = []
     room = _CHUNK_BYTES
     for parameter in parameters:
@@ -421,7 +421,7 @@ def _upper_half(words: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Return odd pseudorandom factors; :func:`digest_of_all` multiplies each word by one."""
+    """Return odd pseudorandom numbers, by which :func:`digest_of_all` multiplies the words."""
     numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     numbers *= _ODD[0]
     numbers ^= _upper_half(numbers)

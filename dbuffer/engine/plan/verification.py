@@ -133,7 +133,7 @@ class ModelFingerprint:
         return [name for name in before | after if before.get(name) != after.get(name)]
 
     def _describe(self, thing: Any) -> Any:
-        """Return a value to compare in place of an object, without the object's parts."""
+        """Return a value that stands for an object in comparisons. Its parts are compared apart."""
         if isinstance(thing, torch.Tensor) and (thing.layout is not torch.strided or thing.is_meta):
             return str(thing.layout), tuple(thing.shape), id(thing)
         if isinstance(thing, torch.Tensor):
@@ -327,13 +327,15 @@ def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
 
 
 def _stand_in(tensor: torch.Tensor, number: float, *, is_reloaded: bool) -> torch.Tensor:
-    """Return a tensor of the same form with other elements, or ``tensor`` if no others are safe.
+    """Return a tensor like ``tensor`` with other elements, or ``tensor`` if no others are safe.
 
-    A floating-point tensor is filled with ``number``, or with twice ``number`` if its first element
-    is already ``number``. Integers may be indices or codes, so other tensors get only integers that
-    they have: if each switch reloads the tensor (``is_reloaded``), it is filled with its last
-    integer. Otherwise a matrix is reversed, and the first half of the result filled with its first
-    integer; a vector is returned unchanged.
+    * Floating-point numbers: all elements are ``number``, or twice ``number`` if the first element
+      is ``number`` already.
+    * Other tensors may have indices or codes, so they only get elements that they have:
+
+      * If each switch reloads the tensor (``is_reloaded``), all elements are its last element.
+      * A matrix is reversed, and the first half of the result gets the same element.
+      * A vector is returned unchanged.
     """
     if not tensor.numel():
         return tensor

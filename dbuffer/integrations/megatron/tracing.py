@@ -244,7 +244,7 @@ class Tracer:
                     self._error = error
 
     def _find_cuts(self) -> dict[int, Cut]:
-        """Return the range of each exported tensor that this rank has, by the tensor's position."""
+        """Return this rank's range of each exported tensor, keyed by the tensor's export number."""
         owner_of = {id(self._tensors[name]): owner for owner, name in self._names.items()}
         end, cuts = self._first + len(self._names), dict[int, Cut]()
 

@@ -359,10 +359,10 @@ class VLLMDoubleBufferWeightReceiver:
         self._context = context
 
     def register_model(self, model_ref: Any) -> None:
-        """Replace the engine that this receiver updates by another engine.
+        """Let this receiver update another engine from now on.
 
-        ``model_ref`` is the new engine, or the attribute path of the engine in the object that was
-        passed to :meth:`set_context`, such as ``"policy"``.
+        ``model_ref`` is that engine or, if :meth:`set_context` was called with an object that has
+        the engine as an attribute, the attribute's dotted path, such as ``"policy"``.
         """
         is_path = isinstance(model_ref, str) and "://" not in model_ref
         engine = find_model(self._context, model_ref) if is_path else model_ref

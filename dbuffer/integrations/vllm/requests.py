@@ -177,7 +177,8 @@ class Outlook:
     def done(self) -> int | None:
         """Let the engine switch again, if the option ``until_done`` made it keep its version.
 
-        Return the engine's version. Return None if it has none, or another API server follows.
+        Return the engine's version, or None if it has none. Also return None if another API server
+        of this engine has the follower.
         """
         if self._follower is None:
             return None
