@@ -37,14 +37,14 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         model: copy of an engine's model, made on the meta device.
-        embedding: class of embeddings and heads. Engines pad these layers to a round number of
-            rows, and checkpoints lack the padding. So such a layer counts as complete once any of
-            its elements are written: its loader itself checks the number of rows.
+        embedding: class of embeddings and heads. Engines add rows to these layers (padding), which
+            checkpoints lack. So such a layer counts as complete as soon as any element is written.
+            Its loader checks the number of rows.
         default_loader: loader for tensors without a ``weight_loader``.
         tp_size: number of ranks among which a tensor may be split. For a single tensor, a subclass
             can give another number (:meth:`num_shares`).
-        serving: the model that serves, or None. The copy's parameters are tied as in this model. A
-            version is refused if loading it registers other parameters than this model has.
+        serving: the model that serves, or None. The copy's parameters are tied as those of the
+            serving model. A version is refused if its load registers other parameters than those.
     """
 
     def __init__(

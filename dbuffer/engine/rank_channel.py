@@ -51,8 +51,8 @@ class RankChannel:
         """Group of torch.distributed with the ranks of this channel, for tensors in main memory."""
         self.timeout_s = RANK_TIMEOUT_S
         self._step = (0, 0)
-        """Current step: the number of sequences of gathers begun so far (:meth:`gather` with
-        ``begins``), and the number of gathers in the last sequence."""
+        """Number of the current sequence of gathers, and of the gather in this sequence. Each call
+        of :meth:`gather` with ``begins`` begins a sequence."""
         self._store: PrefixStore | None = None
         """Store of the ranks' answers, or None before the first gather."""
         self._readable: list[str] = []

@@ -440,8 +440,9 @@ class RankReceiver:
     def attest(self) -> bool:
         """Note in the engine's record whether all ranks' weights equal the version.
 
-        If weights differ, treat them as unknown. Return whether the caller must now write the
-        record: not if a rank has yet to compare its weights, or if this method has written it.
+        If a rank has not compared its weights yet, do nothing, and return False. If a rank's
+        weights differ, treat the engine's weights as unknown, write the record, and return False.
+        Otherwise return True: the caller must write the record.
         """
         result = [self._stager.differing] if self._is_compared else None
         answers = self.ranks.gather(result, begins=True)

@@ -221,10 +221,10 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         return self.deltas_after(self.file_version)
 
     def upon(self, buffer: str) -> dict[str, Any]:
-        """Return fields of a later version's manifest that describe the file of this version.
+        """Return the fields that this manifest shares with that of a later version in its file.
 
-        They are for a later version that has no weights file of its own, but a delta to be applied
-        to this one. ``buffer`` is this manifest's buffer.
+        The later version consists of this version's weights file, and of deltas. ``buffer`` is this
+        manifest's buffer.
         """
         fields = self.of_file | {"file": self.file}
         directory = self.anchor_buffer or buffer

@@ -34,7 +34,7 @@ class ByteRanges(NamedTuple):
         return type(self)(*(column[rows] for column in self))
 
     def in_words(self, width: int) -> Self:
-        """Return the ranges in words of ``width`` bytes. All starts and ends are rounded down."""
+        """Return the ranges, which begin and end with whole words, in words of ``width`` bytes."""
         return self._replace(starts=self.starts // width, ends=self.ends // width)
 
     def counts(self, places: Integers) -> Integers:

@@ -113,9 +113,9 @@ def state_of_senders(local: DoubleBuffer) -> str | None:
 def _has_sender(local: DoubleBuffer) -> bool:
     """Whether a sender, not a mirror, has the writer's lock.
 
-    A mirror holds the store's mirror lock whenever it holds the writer's lock. A sender holds only
-    the writer's lock. So this function shares the mirror lock first: once it has the lock, no
-    mirror holds either lock, and only a sender can hold the writer's lock.
+    A mirror that has the writer's lock also has the store's mirror lock. A sender has only the
+    writer's lock. So this function first takes the mirror lock, as a shared lock. Then no mirror
+    has either lock, and only a sender can have the writer's lock.
     """
     writers = local.root / places.WRITER_LOCK_FILE
     mirrors = local.root / places.MIRROR_LOCK_FILE

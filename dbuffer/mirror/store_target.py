@@ -75,8 +75,8 @@ def copy_deltas(
 class StoreTarget:
     """Store that a mirror publishes in.
 
-    The mirror that holds the store's lock for mirrors is elected. The kernel releases the lock when
-    the mirror's process ends.
+    Of all mirrors into the store, the elected one copies: the mirror that has the store's lock for
+    mirrors. When its process ends, the kernel releases the lock, and another mirror can take it.
     """
 
     def __init__(

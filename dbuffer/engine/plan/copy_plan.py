@@ -152,8 +152,8 @@ class Image:
     def matches(self) -> bool:
         """Whether the layer has the tensors of this image, and its attributes have the same effect.
 
-        If the attributes' values cannot be compared, compare the layer's outputs with its own
-        attributes and with the image's.
+        If the attributes' values cannot be compared, run the layer twice for the same input, with
+        its own attributes and with the image's, and compare the two outputs.
         """
         if not all(same_bytes(*copy) for copy in self.copies()):
             return False
@@ -191,8 +191,8 @@ class _Changed(NamedTuple):
     def is_copied(self) -> bool:
         """Whether the switch copies this value into the live tensor, or replaces the tensor.
 
-        For a copy, value and live tensor must have the same form, and the live tensor must not
-        share its memory.
+        For a copy, value and live tensor must have equal shape, strides and dtype, and no other
+        tensor may share the live tensor's memory.
         """
         live = self.live
         return (

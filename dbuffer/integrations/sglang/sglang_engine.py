@@ -56,8 +56,8 @@ def from_tensors(tensors: list[tuple[str, torch.Tensor]]) -> RankRequest | None:
         request = json.loads(text)["request"]
     except (ValueError, TypeError, KeyError) as error:
         raise OptionError(
-            f"load_format={LOADER!r} was used to load {len(tensors)} tensors that are no request "
-            f"of dbuffer ({error}): only dbuffer.integrations.sglang.follow uses this loader"
+            f"{LOADER!r} is for requests of dbuffer, and cannot load other tensors ({error}): do "
+            "not pass it as load_format"
         ) from None
     return None if request is None else RankRequest.parse(request)
 

@@ -63,8 +63,8 @@ _UNTIL_THE_INPUT_ENDS = "with streamed input: the switch is made when the input 
 class _CoreState:
     label: str | None = None
     label_of_outputs: str | None = None
-    """Label as outputs carry it: encoded, and without `newest_run`, which tells nothing about an
-    output."""
+    """Encoded label for the engine's outputs. It lacks the label's `newest_run`, which concerns the
+    store and not an output."""
     is_followed: bool = False
     is_void: bool = False
     """Whether vLLM wrote weights after the last call of a follower to the workers."""

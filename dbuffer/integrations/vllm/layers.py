@@ -435,8 +435,8 @@ def onednn_kernels_keep_scales(dtype: torch.dtype) -> Iterator[None]:
 
     oneDNN keeps only the address of the scales. vLLM's reload (0.28 to 0.33) copies the scales and
     frees the original, so the kernel would then read memory that has been reused. vLLM's own
-    kernels compute in torch's default dtype, which this thread must not change: the engine's thread
-    has the same default.
+    kernels compute in torch's default dtype. This thread must not change that default, because it
+    holds for the engine's thread, too.
     """
     make = _custom_ops.create_onednn_scaled_mm
 

@@ -223,10 +223,10 @@ class WorkerRank(EngineRank):
     def _reload_targets(self) -> dict[str, object]:
         """Return properties of layers and parameters, by name. If one changes, reloads cannot work.
 
-        For most layers, the property is the class: other code may replace the layer by another of
-        its class. For layers with which the engine computes even after they were replaced, it is
-        the layer itself: attention and experts, which vLLM looks up in a table, and layers that
-        compiled code refers to.
+        For most layers, the property is the class: other code may replace such a layer by a new
+        object of the same class. For some layers, the property is the object, because the engine
+        would go on computing with the old object: vLLM looks up attention and experts in a table,
+        and compiled code refers to objects.
         """
         config = self._vllm_config.compilation_config
         is_captured = config.cudagraph_mode != CUDAGraphMode.NONE

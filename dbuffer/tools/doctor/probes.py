@@ -125,11 +125,11 @@ def _mount(medium: Medium) -> Outcome:
         return (
             "adapted",
             f"{result}: a network mount",
-            "a new file for each version, flushed and read back; readers look by polling, open "
-            "the directory before the pointer, read into memory, and check sizes and checksums",
+            "each version gets a new file, which is flushed; readers poll, read into memory, and "
+            "check sizes and checksums",
         )
     if medium.can_rewrite_in_place:
-        return "good", f"{result}: local", "a store has two files, which are rewritten in place"
+        return "good", f"{result}: local", "a store's two weights files are rewritten in place"
     return (
         "adapted",
         f"{result}: local, may copy on write",
