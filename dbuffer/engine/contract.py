@@ -392,8 +392,9 @@ Call = Literal[
 class RankRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Request to all ranks of an engine.
 
-    * ``begin``: follow a store with the request's options, and no other store;
-    * ``reserve``: until the next update, keep the version that is ready, or answer an error;
+    * ``begin``: follow the options' store, in place of any other store;
+    * ``reserve``: keep the version that is ready until the next update; if it is not ready any
+      more, answer an error;
     * ``update``: switch to a version, and answer with the engine's record;
     * ``acknowledge``: write the engine's record in a thread, and answer with the record;
     * ``attest``: record whether each rank's weights equal the version; answer with the record;

@@ -820,9 +820,9 @@ class Follower(Closing):
         self._note("lost")  # a later sync must start again
 
     def close(self) -> None:
-        """Stop following.
+        """Stop switching the engine, which keeps its weights.
 
-        The engine keeps its weights, and its ranks go on preparing new versions.
+        Its ranks still stage new versions, for the next follower; see :meth:`stop_workers`.
         """
         if self._owes_resume:
             try:

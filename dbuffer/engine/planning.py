@@ -82,8 +82,9 @@ class Planning:
     def enter(self, state: PlanState, plan: CopyPlan | None = None) -> None:
         """Enter a state.
 
-        `MISSING`, `PAUSED` and `GIVEN_UP` drop the plan. With `UNVERIFIED`, ``plan`` replaces it. A
-        switch that was prepared with a dropped or unverified plan is not applied.
+        In `MISSING`, `PAUSED` and `GIVEN_UP` there is no plan. With `UNVERIFIED`, pass a new plan,
+        or none to keep the present one. A switch that was prepared with a dropped or unverified
+        plan is not applied.
         """
         with self._lock:
             assert state in TRANSITIONS[self.state], (self.state, state)  # noqa: S101

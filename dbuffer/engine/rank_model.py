@@ -417,8 +417,8 @@ class RankModel:
             return
         if planning.num_verifications == MAX_VERIFICATIONS:
             planning.pause(
-                f"copies were verified {MAX_VERIFICATIONS} times, and not for long: integers "
-                "change, parameters move, or reloads do more than copy"
+                f"copies were verified {MAX_VERIFICATIONS} times, and each time this was soon "
+                "invalid: integers change, parameters move, or reloads do more than copy"
             )
             self._load(tensors.items(), partial=False)
             return

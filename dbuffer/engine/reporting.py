@@ -27,7 +27,7 @@ GAUGES = {
     "version_attested": "Version that the engine serves, once its weights were found equal to it.",
     "version_available": "Newest version in the store.",
     "lag_versions": "Versions published and not yet applied.",
-    "lag_steps": "Trainer's steps from the version applied to the newest.",
+    "lag_steps": "Trainer's steps between the applied version and the newest.",
     "lag_seconds": "Age of the newest version, while it is not applied.",
 }
 """Gauges and their descriptions, by name. If a gauge's value is unknown, the gauge is removed."""

@@ -249,8 +249,8 @@ class UnusedTensors:
         self._redundant: set[str] = set()
         """Duplicates of tied tensors, in the last layout, that no rank reads."""
         self._differing: tuple[VersionId | None, dict[str, str]] = None, {}
-        """Version compared last, and descriptions of its duplicates that differ from the tied
-        tensor."""
+        """Version compared last, and descriptions of its tensors that duplicate a tied tensor and
+        differ from it."""
 
     def check(self, trace: LoadTrace) -> None:
         """Refuse a version, or warn, if the model has no place for some of its tensors.
@@ -263,7 +263,7 @@ class UnusedTensors:
     def compare(self, trace: LoadTrace, snapshot: Snapshot) -> None:
         """Refuse a version with duplicates of tied tensors that differ from the tied tensor.
 
-        In a pipeline, only note the differences for :meth:`unread`.
+        If the ranks form a pipeline, only note the differences, which :meth:`unread` returns.
         """
         tensors, aliases = snapshot.tensors, snapshot.layout.aliases
         stored = {name: aliases.get(name, name) for pair in trace.twins.items() for name in pair}

@@ -330,7 +330,7 @@ class Deltas:
         return num_bytes
 
     def keep(self, draft: Draft) -> None:
-        """Keep the published version's mapped file or copy, for the delta to the next version."""
+        """Keep what the delta to the next version compares with: the mapped file, or the copy."""
         if self._maps_files:
             self._file = draft.mapped
         self._part = draft.part

@@ -48,8 +48,8 @@ class KeptCopy:
         self._max_bytes = MAX_CHANGED_SHARE * part.whole.num_bytes
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._digests: dict[int, list[int]] = {}
-        """Digests of the blocks of each part ("box") of a tensor that has not changed since it was
-        hashed, keyed by the box's number."""
+        """Digests of blocks, keyed by the number of a box, of all boxes that have not changed since
+        they were hashed."""
         self._changes: list[Changes] | None = None
         """Changes since the last `take_changes`; None until the copy holds a version."""
         self._on_device: list[DeviceChanges] = []

@@ -66,8 +66,8 @@ class World:
         """Return a ``with`` block that drops the connections to other ranks if it is interrupted.
 
         The block also drops the connections if it raises an exception other than a `DBufferError`.
-        If it kept them, this rank's next call would exchange messages with the other ranks' current
-        call.
+        Otherwise this rank's next call would get the messages of the call that the other ranks have
+        not finished.
         """
         return contextlib.nullcontext()
 

@@ -285,7 +285,7 @@ def wrong_tensors(
     """Return the names of the tensors whose checksums differ from the published ones.
 
     ``verified`` can have the verified checksums of an earlier version: then only the deltas since
-    that version are read. If no tensor is wrong, this version's checksums replace them.
+    that version are read. If no tensor is wrong, put this version's checksums in their place.
     """
     manifest = opened.manifest
     if manifest.checksums_xxh3 is None:

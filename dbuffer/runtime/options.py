@@ -109,7 +109,8 @@ def path(name: str, value: str | os.PathLike[str]) -> Path:
     try:
         return Path(value).expanduser()
     except RuntimeError:
-        refuse(name, os.fspath(value), "a path whose ~ has a home directory, or begin it with ./~")
+        rule = "a path (if ~ at its start does not mean a home directory, write ./~)"
+        refuse(name, os.fspath(value), rule)
 
 
 def directory(name: str, value: Any) -> Path:
@@ -123,7 +124,7 @@ def directory(name: str, value: Any) -> Path:
     if is_url(os.fspath(value)):
         parts = urlsplit(os.fspath(value))
         is_bucket = parts.scheme in _BUCKETS and parts.scheme != "https"
-        between = "a directory, and `dbuffer mirror` as a mirror between it and the bucket"
+        between = "a directory: `dbuffer mirror` copies between a bucket and a directory"
         refuse(name, value, between if is_bucket else _no_url("a directory", parts))
     return path(name, value).absolute()
 

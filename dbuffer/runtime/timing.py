@@ -48,8 +48,8 @@ class Timing:
     """Time after which inotify is tried again if its limits were reached."""
 
     request_retry_s: float = 0.2
-    """Longest pause before a failed request to an object storage is repeated. The pause doubles
-    with each further failure."""
+    """Longest pause before the first repetition of a failed request to an object storage. It
+    doubles with each further failure. The actual pause is random, but at least half as long."""
     bucket_records_s: float = 1.0
     """Shortest time between two puts of a mirror's ``receivers/MIRROR.json``, the object with the
     records of the mirror's receivers, into a bucket."""

@@ -450,7 +450,7 @@ class BufferWriter:
         return complete
 
     def _saying_if_published(self, pointer: Pointer) -> TranslatedErrors:
-        """Return a ``with`` block for a flip. Its error says if the version is published anyway."""
+        """Return a ``with`` block for a flip. Errors say if the version was published anyway."""
 
         def translate(error: BaseException) -> None:
             if not isinstance(error, OSError | StoreCorruptError):

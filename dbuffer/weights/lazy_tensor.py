@@ -23,9 +23,9 @@ class View:
     is_whole: bool = False
     """Whether the view is the complete larger tensor, with its dimensions in order."""
     stride: tuple[int, ...] = ()
+    """Stride of the view in a contiguous larger tensor. Empty if stride and offset are unknown."""
     offset: int = 0
-    """Stride of the view, and its offset, in elements, in a contiguous larger tensor. The stride is
-    empty if both are unknown."""
+    """Number of elements before the view in a contiguous larger tensor."""
 
     @classmethod
     def find(cls, part: torch.Tensor, source: torch.Tensor) -> Self | None:

@@ -134,7 +134,7 @@ Change: TypeAlias = Callable[[str], str]
 """Function of a rule: returns a name's new name, or the same name if the rule does not match."""
 
 _Step: TypeAlias = tuple[Rule, Change | None]
-"""Rule, and the function that applies the rule to a name, or None if it changes tensors."""
+"""Rule, and the function that applies it to a name, or None for a rule that changes tensors."""
 
 
 class NameMap:

@@ -399,7 +399,7 @@ class Comparison:
     differing: list[tuple[TensorSpec, TensorSpec]]
     """Spec in the version and spec in the model of each tensor whose shapes differ."""
     recast: list[tuple[TensorSpec, TensorSpec]]
-    """Spec in the version and spec in the model of each tensor if only the dtypes differ."""
+    """Tensors that differ only in dtype: each one's spec in the version, and in the model."""
     sources: dict[str, int]
     """Index of the published tensor to load, keyed by the name of the model's tensor."""
 

@@ -247,7 +247,7 @@ class Verifier:
             before = self._fingerprint(switch)
         except Exception as error:
             self.reload(tensors.items())
-            reason = "stand-ins for a version's values cannot be loaded"
+            reason = "the engine cannot load other values than a version's, to compare with"
             raise UnverifiableError(reason, error) from error
         # This reload replaces the stand-ins by the version, so it changes everything that derives
         # from a loaded value.

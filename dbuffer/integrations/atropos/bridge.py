@@ -82,8 +82,8 @@ class VLLMWeightBridge:
         self._model: nn.Module | None = None
         self._update_count = 0
         self._version: int | None = None
-        """Number of the newest version. None before the first version, and in local mode once the
-        server has applied the newest version."""
+        """Number of the newest version, or None before the first version. In local mode, also None
+        as soon as the server has applied the newest version."""
 
     @property
     def param_mappings(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class WorkerReceiver:
         self._threads: list[threading.Thread] = []
 
         self._seen: dict[WeightReceiver, int] = {}
-        """Newest version that was loaded or skipped, by the receiver of its store.
+        """Newest version that was loaded or skipped, keyed by the receiver of its store.
 
         The first receiver reads the store for all workers."""
         self._opened = contextlib.ExitStack()

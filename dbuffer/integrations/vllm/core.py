@@ -187,7 +187,7 @@ class _Hold:
     other_pause: Any
     """Pause state that other programs requested from vLLM, or None if they requested no pause."""
     deferred: list[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=list)
-    """Calls of other programs that will pause the engine after the hold, with their futures."""
+    """Other programs' calls to pause the engine, made after dbuffer's pause, with their futures."""
 
 
 def refusal_in(error: Exception) -> str | None:

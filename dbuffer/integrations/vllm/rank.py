@@ -263,7 +263,7 @@ class WorkerRank(EngineRank):
 
 
 class DraftRank(WorkerRank):
-    """Draft model of one rank of a vLLM engine, which follows a store of its own.
+    """Draft model of one rank of a vLLM engine. The draft follows a store of its own.
 
     Loading the target also loads the layers that the draft shares with it. If any other layer of
     the draft contains a parameter of the target, the draft cannot follow a store of its own.
@@ -397,9 +397,9 @@ def calls_another(layer: torch.nn.Module) -> bool:
 
 
 def reload_as(layer: torch.nn.Module, info: Any) -> None:
-    """Let vLLM's reload restore a layer in the form of the layer that it replaced.
+    """Let vLLM's reload fill a layer that other code put in the place of another layer.
 
-    ``info``: vLLM's record of the replaced layer.
+    ``info``: vLLM's record of the replaced layer, whose form the layer gets.
     """
 
     def of_layer(tensor: Any) -> Any:

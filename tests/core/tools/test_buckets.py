@@ -410,7 +410,7 @@ LOOKING = ("status URL", "doctor URL")
 TAKING = (*LOOKING, "mirror URL y", "mirror x URL")
 FOLLOWING = ("ls URL", "verify URL", "follow URL")
 KEEPING = ("pin URL 1", "unpin URL 1", "rollback URL 1")
-BOTH = ("`dbuffer mirror` as a mirror between it and the bucket",)
+BOTH = ("`dbuffer mirror` copies between a bucket and a directory",)
 WITHOUT_EFFECT = {
     "--allow-shared-store": ("status URL",),
     "--peer": ("doctor URL",),
