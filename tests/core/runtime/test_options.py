@@ -96,7 +96,7 @@ def test_a_tilde_is_a_home(tmp_path, monkeypatch, capsys):
     assert call(capsys, "ls", "~/store")[0] == 0
     assert mapping_path("~/logs").parent == home / "logs"
     assert EngineOptions(store="~/store").store == str(home / "store")
-    with pytest.raises(OptionError, match=r"begin it with \./~"):
+    with pytest.raises(OptionError, match=r"write \./~"):
         dbuffer.WeightSender("~nobody-of-this-name/store")
     assert not list(elsewhere.iterdir())
 
