@@ -37,7 +37,7 @@ FAILURES: dict[str, tuple[type[dbuffer.DBufferError], str]] = {
     "write on rank 0": (dbuffer.RankFailedError, WRITE_ERROR),
     "load on rank 0": (dbuffer.EngineUpdateError, f"rank 0: RuntimeError: {LOAD_ERROR}"),
     "load on rank 1": (dbuffer.EngineUpdateError, f"rank 1: RuntimeError: {LOAD_ERROR}"),
-    "asleep": (dbuffer.EngineBusyError, "wake it up first"),
+    "asleep": (dbuffer.EngineBusyError, "wake the engine up"),
 }
 SOON_S = 60
 

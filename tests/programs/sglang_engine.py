@@ -124,7 +124,7 @@ def lose_weights(scene: Scene, store: Path) -> None:
         sender.send(scene.weights[0])
         follower.sync()
         engine.release_memory_occupation(tags=["weights"])
-        with pytest.raises(dbuffer.EngineUpdateError, match="wake it up first"):
+        with pytest.raises(dbuffer.EngineUpdateError, match="wake the engine up"):
             follower.sync()
         assert label(engine) == "unknown"
         engine.resume_memory_occupation(tags=["weights"])
