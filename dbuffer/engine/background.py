@@ -170,7 +170,7 @@ class BackgroundFollower(Closing):
                     follower.wait_to_retry(loop.retry_s, self._stop)
         except EngineEndedError as error:
             if not self._stop.is_set():
-                logger.warning("%s is followed no longer: %s", follower.engine_id, str(error))
+                logger.warning("%s gets no more versions: %s", follower.engine_id, str(error))
                 self._note(follower, error)
         finally:
             with self._attempted:

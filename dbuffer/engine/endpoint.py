@@ -169,10 +169,9 @@ class RankEndpoint:
     ) -> None:
         """Make all ranks follow a store. If a rank cannot follow it, no rank does.
 
-        If all ranks follow the store already, they only write their receivers' records again.
-
-        ``takes_over``: whether to do so even if a rank already follows with other options. A
-        failure raises :class:`UnsupportedError` if a retry cannot help, else
+        If all ranks follow the store already, they only write their receivers' records again. If a
+        rank follows with other options, these are replaced, or with ``takes_over=False`` refused.
+        A failure raises :class:`UnsupportedError` if a retry cannot help, else
         :class:`EngineUpdateError`.
         """
         rank = self._rank = self._rank or make_rank()

@@ -47,7 +47,7 @@ _CANARY_RULE = (
     "that judges an engine"
 )
 _RUN_RULE = (
-    "16 hexadecimal digits, as dbuffer status shows them, and needs the option version or at_least"
+    "16 hexadecimal digits, as dbuffer status shows them, beside the option version or at_least"
 )
 _WHEN_RULE = (
     f'an object such as {{"step": 100}}: keys of the metadata, with numbers from 1 to {MAX_NUMBER}'
@@ -179,9 +179,8 @@ class EngineOptions:
     def choose(self, newest: Lineage, store: DoubleBuffer) -> Lineage | None:
         """Return the newest version that the engine takes from a store, or None if it takes none.
 
-        The engine takes a version if the options select it and, unless the options name a single
-        version, if no canary refused it. ``newest`` is
-        the store's newest version.
+        The engine takes a version that the options select, but not one that a canary refused,
+        unless the option ``version`` names it. ``newest`` is the store's newest version.
         """
         if self.version is not None:
             goal = newest.at(self.version)

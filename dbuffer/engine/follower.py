@@ -355,7 +355,7 @@ class Follower(Closing):
         return self._record is not None and record.updated_at < self._record.updated_at
 
     def _adopt_and_label(self, record: ReceiverRecord | None) -> None:
-        """Keep a record of the engine. If it names another version, label the engine."""
+        """Keep the engine's newest record. If its version is new, label the engine with it."""
         applied = served_by(record)
         if applied != self._applied:
             self._label(WeightLabel.of(applied, record.metadata if record else {}))

@@ -148,7 +148,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def require_late_parameters(self) -> None:
-        """Refuse a version whose load registers other parameters than the serving model's load."""
+        """Refuse a version if its load made other parameters than the serving model's load made."""
         for path, (module, name) in self._late.items():
             served = self._served_late.get(path)
             shape = tables_of(module)[0][name].shape

@@ -154,9 +154,9 @@ class Planning:
                 self.enter(PlanState.MISSING)
 
     def is_alike(self, trace: LoadTrace) -> bool:
-        """Whether versions of another layout are loaded as those of this one, apart from drafts.
+        """Whether ``trace``, of another layout, loads all but a draft as this layout is loaded.
 
-        If not, loading them may change memory that this layout's copies do not write.
+        If not, loading such a version may change memory that this layout's copies do not write.
         """
         if trace is self.trace:
             return True

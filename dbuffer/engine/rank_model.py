@@ -111,7 +111,7 @@ class RankModel:
         self._digest: int | None = None
         """Digest of the weights, taken when they equaled the version `_loaded`, or None."""
         self._tried_draft = False
-        """Whether the last version that was to be loaded has a draft, even if loading it failed."""
+        """Whether the version of the last attempt to load, even a failed one, has a draft."""
         self._comes_as_deltas = False
         self._rechecks_loaders = True
 

@@ -169,7 +169,7 @@ class RankReceiver:
             self._stager.leave_device()  # the engine is about to allocate its caches there
 
     def reserve(self, request: UpdateRequest) -> None:
-        """Keep the version that is ready to load until the update, which follows in a pause.
+        """Until the update, which follows in a pause, let no newer version replace the ready one.
 
         Raise :class:`EngineUpdateError` if this rank is already preparing a newer version instead.
         """

@@ -29,8 +29,8 @@ from dbuffer.weights.targets import advice
 logger = logging.getLogger(__name__)
 
 _MAX_UNKNOWN = 500
-"""Largest number of names to find that loaders do not know. A loader raises at the first unknown
-name, so finding each one takes another load."""
+"""Limit of a search for names that loaders do not know. A loader raises at the first unknown name,
+so each name costs another load."""
 
 
 class ShapeCheck:

@@ -140,7 +140,7 @@ class StoreView:
         if newest and is_lacking and (refusal := self.options.refusal(newest.id)) is not None:
             raise errors.EngineUpdateError(f"version {at_least} of {self.options.store} {refusal}")
         if served is not None and (refusal := self.options.refusal(served.id)) is not None:
-            message = "%s serves version %d of %s, but this version %s; it takes the next version"
+            message = "%s serves version %d of %s, which %s, and will take the next version"
             number = served.id.number
             log_once(logger, message, self.engine_id, number, self.options.store, refusal)
         leads_on = newest and served and relation(served, newest) is not Relation.FORKED

@@ -84,7 +84,8 @@ _REASON = re.compile(
 # none. So if a request to such a URL fails, there are no credentials, at least for now.
 _NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity")
 _REFUSED = re.compile(rf"status code: 4(0[1345]|16) |{_NO_CREDENTIALS.pattern}")
-"""Pattern of an error that is not retried at once: an HTTP status, or missing credentials."""
+"""Pattern of an error for which a request is not repeated: some HTTP statuses, or missing
+credentials."""
 
 _S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _AZURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"

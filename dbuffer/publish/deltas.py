@@ -351,7 +351,9 @@ class Deltas:
         )
         num_bytes = sum(map(len, encoded))
         if draft.has_file and not is_within_limits([num_bytes], layout.num_bytes):
-            self._why_none = f"it would have {num_bytes} bytes, and all tensors {layout.num_bytes}"
+            self._why_none = (
+                f"it would have {num_bytes} bytes, and all tensors have {layout.num_bytes}"
+            )
             return None
         try:
             return draft.writer.add_delta(draft.claim, draft.id, encoded)

@@ -148,5 +148,5 @@ class KeptCopy:
         return self._zeroed(self._scratch[:num_bytes])
 
     def _zeroed(self, memory: torch.Tensor) -> torch.Tensor:
-        """Zero memory on a device, which also compares the padding between tensors."""
+        """Zero memory on a device, because comparing there includes the padding between tensors."""
         return memory if self.device is None else memory.zero_()

@@ -327,7 +327,7 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
         # would find all ranks' keys, and continue without this rank.
         store.delete_key(f"{_HERE} {rank}")
         missing = never or away
-        reason = "did not come" if never else "came, but stopped waiting before"
+        reason = "did not come" if never else "came, but stopped waiting before all were there"
         raise RankFailedError(
             f"rank {rank} of {size} waited {timeout_s:g} s at {where} for "
             f"{'rank' if len(missing) == 1 else 'ranks'} {listed(missing)}, which {reason}; "

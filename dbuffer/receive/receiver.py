@@ -224,7 +224,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
     def open_seen(
         self, newer_than: int | None = None
     ) -> contextlib.AbstractContextManager[OpenStoreVersion | None]:
-        """Open the version that :meth:`wait_for_version` returned last. Do not read its tensors.
+        """Open the version that :meth:`wait_for_version` returned last, but read no tensor of it.
 
         The ``with`` block gets None if the version is not above ``newer_than``.
         """

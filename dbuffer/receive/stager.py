@@ -74,8 +74,8 @@ class Prepared(Protocol):
     ) -> Prepared:
         """Return a copy of these weights, made in ``memories``: device memory and main memory.
 
-        The sizes of the memories are those that :meth:`staging_bytes` returned. Call
-        ``copy(targets, sources)`` to copy each source tensor into the target with the same index.
+        The sizes of the memories are those that :meth:`staging_bytes` returned. The function
+        ``copy(targets, sources)`` copies each source tensor into the target with the same index.
         """
 
 
@@ -310,7 +310,7 @@ class Stager(ProcessBound):
         self._applied = applied
         """Version that the engine has. Only versions after this version are staged."""
         self._skipped: VersionId | None = None
-        """Newest version seen, if it was skipped: nothing is staged before a newer version."""
+        """Newest version seen, if it was skipped, or None. Only a newer version can be staged."""
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
         receiver.record.count(device_bytes=0, memory_bytes=0)
         receiver.record.write()

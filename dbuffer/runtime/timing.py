@@ -21,8 +21,9 @@ class Timing:
     """Interval at which a longer wait polls, or checks whether it must stop."""
 
     retry_min_s: float = 0.5
-    """Backoff after the first failure. The backoff doubles with each further failure. Also the
-    interval at which a mirror or a follower that waits for an earlier one to end tries again."""
+    """Backoff after the first failure. The backoff doubles with each further failure. A mirror that
+    is not elected, and a follower of an engine that has another follower, try again after this
+    time."""
     retry_max_s: float = 30.0
     """Upper bound of the backoff."""
 

@@ -160,7 +160,7 @@ def _settled(
 
     A checkpoint is returned once, and again after each later change. The second result is a mapping
     for the next call's ``before``. It maps each checkpoint after ``last`` to the time of its last
-    change, or to infinity if a call has returned the checkpoint after that change.
+    change, or to infinity if a checkpoint with this change was returned already.
     """
     now = time.monotonic()
     settled, changes = [], {}

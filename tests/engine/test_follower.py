@@ -1052,7 +1052,7 @@ def test_engine_that_its_server_shuts_down_is_not_warned_of(scene, client, caplo
         await lifespan.shut_down()
 
     asyncio.run(run())
-    assert "followed no longer" not in caplog.text
+    assert "gets no more versions" not in caplog.text
 
 
 # Several API servers of one engine

@@ -440,7 +440,7 @@ async def lose_the_engine(program: Program) -> None:
         await until(lambda: follower.error is not None)
         assert isinstance(follower.error, dbuffer.EngineEndedError)
     [record] = heard
-    assert "is followed no longer: " in record.getMessage()
+    assert "gets no more versions: " in record.getMessage()
 
 
 @contextlib.asynccontextmanager

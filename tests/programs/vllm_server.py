@@ -390,7 +390,7 @@ class Inside:
             publishing.result()
         before, after = server.log().split("Waiting for application shutdown")
         assert "appears unsupported" not in before + after
-        assert "followed no longer" not in before + after
+        assert "gets no more versions" not in before + after
         assert after.count("serves version") <= 1
         assert before.count("serves version") >= 1
 

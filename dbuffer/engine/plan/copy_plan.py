@@ -288,8 +288,9 @@ class CopyPlan:
     """Reasons why layers are left to the engine's reload, keyed by the layer's name."""
     reloaded_sources: Collection[str]
     verified_for: Mapping[str, int] | None = None
-    """Digests of the published tensors that the verification could not vary, keyed by name. The
-    plan is verified for versions with equal digests. None before the verification."""
+    """Digests of tensors, keyed by name, or None before the verification. A verification loads
+    other values first, but for these tensors no other values are safe. So it is only valid for
+    versions in which these tensors have the same digests."""
     places: Places = field(init=False)
     """The model's modules, and the addresses of the written tensors, when the plan was made."""
 

@@ -19,7 +19,7 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 
 
 class Places:
-    """Modules of a model, and memory addresses of some of its tensors, at one moment."""
+    """Modules of a model, and memory addresses of some of its tensors, when this was made."""
 
     def __init__(self, model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> None:
         included = {*map(id, tensors)}
@@ -32,7 +32,7 @@ class Places:
         }
 
     def replaced(self) -> list[str]:
-        """Return the names of modules and tensors replaced, moved or reshaped since that moment."""
+        """Return names of modules and tensors that were replaced, moved or reshaped after it."""
         # A module without a wrapper is its own place. An engine that is paused waits for this loop.
         return [
             name

@@ -295,8 +295,8 @@ class Verifier:
     def _mismatch_of_part(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
         """Reload only the layers that the switch leaves to a reload, and check the other layers.
 
-        If this changed another layer, a switch would do so too, and give other weights than a full
-        reload. Then return a mismatch for each reloaded layer, else return none.
+        If this reload changes another layer, so would a switch, and its result would differ from a
+        full reload's: return a mismatch for each reloaded layer. Otherwise return no mismatch.
         """
         try:
             self.reload_part(switch)

@@ -38,8 +38,8 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
     """Manager of verl's backend ``dbuffer``, for ``rollout.checkpoint_manager_class``.
 
     verl's own manager pauses the rollout engines while the actor sends. With this manager, the
-    engines generate until the actor has published the version, and every rollout worker has read
-    the version into its memory.
+    engines go on generating while the actor publishes the version, and while the rollout workers
+    read it into their memory.
 
     Raises:
         OptionError: (a ``ValueError``) ``config.backend`` is neither ``dbuffer`` nor ``naive``

@@ -188,7 +188,7 @@ class FollowedAdapter:
                     self._applied = None
         except EngineEndedError as error:
             if not self._stop.is_set():
-                logger.warning("adapter %s is followed no longer: %s", self.name, str(error))
+                logger.warning("adapter %s gets no more versions: %s", self.name, str(error))
 
     def _load(self, newer_than: int | None) -> None:
         started_at = time.monotonic()

@@ -140,9 +140,9 @@ def replicas_of(config: Any) -> list[int]:
 
 
 def cores_of(config: Any) -> list[int | None]:
-    """Return the index of each independent replica, or None in place of the index of a single one.
+    """Return the index of each independent replica, or ``[None]`` if there is only one.
 
-    `ask_core` calls all cores of the front end if it gets None.
+    With None, `ask_core` calls all of the engine's cores.
     """
     replicas = replicas_of(config)
     return [*replicas] if len(replicas) > 1 else [None]

@@ -343,9 +343,9 @@ def worker_group(parallel: Any) -> Any:
 
 
 class WorkerExtension:
-    """Worker extension that tells a follower in another process that dbuffer is installed.
+    """Worker extension by which a follower in another process sees that dbuffer is installed.
 
-    dbuffer's plugin adds the method that followers call to all workers, also without this class.
+    Followers call a method that dbuffer's plugin adds to all workers, also without this class.
     """
 
 

@@ -42,8 +42,8 @@ class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
     store: str | os.PathLike[str]
     engine: dict[str, Any] = field(default_factory=dict)
-    """More options of the engine (:class:`EngineOptions`). Add ``store`` if the engine uses another
-    path of the store."""
+    """More options of the engine (:class:`EngineOptions`). Add ``store`` if the engine reaches the
+    store under another path than the trainer."""
     sender: dict[str, Any] = field(default_factory=dict)
     sparse: bool = False
     """Whether sparse patches are sent too. The whole source is then gathered in main memory."""

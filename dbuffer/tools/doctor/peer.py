@@ -97,9 +97,10 @@ def _wait_until_removed(place: Path) -> None:
 
 
 def measure_with_peers(path: Path) -> list[Finding]:
-    """Measure delays and clocks between this host and each peer that this user started at ``path``.
+    """Measure the delay, and the difference of the clocks, between this host and each other host.
 
-    A peer's directory that is a symbolic link is skipped.
+    These are the hosts where this user runs ``dbuffer doctor --peer`` at ``path``. Each makes a
+    directory there; one that is a symbolic link is skipped.
     """
     base, findings = existing(path), list[Finding]()
     filesystem.refresh(base)

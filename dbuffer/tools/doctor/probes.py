@@ -177,7 +177,8 @@ def _trust(path: Path, base: Path) -> Outcome:
         others_can_rename = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
         if is_store or others_can_rename:
             return "broken", result, f"refused: {error}"
-        return "adapted", result, "not a store; a sender makes a subdirectory, with mode 0700"
+        consequence = "a sender cannot use this directory itself, but can make a store inside it"
+        return "adapted", result, consequence
     return "good", f"{result}, the current user", "a sender can use the directory"
 
 
