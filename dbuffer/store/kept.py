@@ -105,7 +105,7 @@ def missing(store: DoubleBuffer, version: int | VersionId) -> VersionError:
 
 
 def pin(store: DoubleBuffer, version: int | VersionId) -> VersionId:
-    """Keep a version until it is unpinned, besides those that the sender keeps; return its id.
+    """Keep a version until it is unpinned, whatever the sender's ``keep`` is; return its id.
 
     Raises:
         VersionError: the store does not have the version, or is dropping it.

@@ -326,7 +326,7 @@ def _parse_mapping(name: str, entry: Any, source: str) -> Rule:
 
 
 def _change_of_names(rules: list[Rule]) -> Change:
-    """Return the function that applies rules for complete names, of which the first applies."""
+    """Return the function that applies the first fitting one of rules for complete names."""
     table = {str(rule.text): str(rule.to) for rule in reversed(rules)}  # up to 100,000 rules
     return lambda name: table.get(name, name)
 

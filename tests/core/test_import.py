@@ -170,7 +170,7 @@ def test_public_names_have_docstrings():
 
 
 def test_type_checkers_see_the_same_names():
-    """As a type checker reads them: all errors, and what is imported as ``X as X``."""
+    """As a type checker reads them: all errors, and each name imported as ``X as X``."""
     tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     imported = {

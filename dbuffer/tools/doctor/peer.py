@@ -100,7 +100,7 @@ def measure_with_peers(path: Path) -> list[Finding]:
     """Measure the delay, and the difference of the clocks, between this host and each other host.
 
     These are the hosts where this user runs ``dbuffer doctor --peer`` at ``path``. Each makes a
-    directory there; one that is a symbolic link is skipped.
+    directory there. A symbolic link in place of the directory is skipped.
     """
     base, findings = existing(path), list[Finding]()
     filesystem.refresh(base)

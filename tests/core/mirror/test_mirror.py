@@ -1091,7 +1091,7 @@ def test_the_command_copies_and_ends(remote, local, command):
 
 @pytest.mark.parametrize("is_elected", [True, False], ids=["alone", "beside another mirror"])
 def test_the_command_counts_a_version_that_the_target_has(remote, local, command, is_elected):
-    """It ends at once if its copy is current, and the next version ends one that waits for two."""
+    """A command for one version ends if its copy is current; one for two waits for the next."""
     publish(remote, 1)
     with contextlib.ExitStack() as stack:
         one = stack.enter_context(quick(remote, local).start())
