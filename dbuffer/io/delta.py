@@ -192,7 +192,9 @@ def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview])
     tensors = header.layout.byte_ranges.within(chunk.start, chunk.end).in_words(width)
     counts = tensors.counts(places)
     if counts.sum() != len(places) or tensors.word_bytes[counts > 0].min() < width:
-        raise StoreCorruptError("delta: a chunk has positions outside all tensors of its word size")
+        raise StoreCorruptError(
+            "delta: a chunk changes words between tensors, or in tensors with smaller elements"
+        )
     return places
 
 

@@ -36,7 +36,7 @@ The place of each value takes 4 more bytes, which do not count."""
 
 
 class KeptCopy:
-    """Copy of this rank's part of the last version. Its layout has one tensor per part ("box").
+    """Copy of the boxes that this rank published last. In its layout, each box is one tensor.
 
     The copy is in the memory of ``device``, or in main memory if ``device`` is None.
     """

@@ -59,7 +59,7 @@ class Prepared(Protocol):
         """Free memory on the engine's device that speeds up loading, and is not needed for it."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        """Return these weights, but made from ``tensors``: copies of the tensors they were made of."""
+        """Return these weights, but made from ``tensors``, which are copies of their sources."""
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
         """Return how many bytes to stage on the device, and how many in main memory.

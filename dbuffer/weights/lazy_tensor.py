@@ -31,8 +31,9 @@ class View:
     def find(cls, part: torch.Tensor, source: torch.Tensor) -> Self | None:
         """Return the place of the view ``part`` in the contiguous tensor ``source``.
 
-        Return None if ``part`` is not a rectangular part ("box") of ``source`` with permuted
-        dimensions, for instance because a reshape has joined two dimensions.
+        The part can be a rectangular part ("box") of ``source``, also with its dimensions in
+        another order. Return None for any other part, for instance after a reshape that has joined
+        two dimensions.
         """
         shape, offset = tuple(part.shape), int(part.storage_offset())
         part_stride, part_offset = tuple(part.stride()), offset
