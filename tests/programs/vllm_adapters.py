@@ -44,6 +44,8 @@ EVERY_S = 1.0
 """Time between two versions of an adapter."""
 NUM_VERSIONS = 60 if is_soak() else 6
 """Versions of an adapter until its trainer is killed."""
+NUM_ANSWERED = 5
+"""Versions of each adapter that answers must name, however slow the machine is."""
 
 
 def model_of(name: str, rank: int = RANK) -> Any:
@@ -95,6 +97,7 @@ class Streams(Clients):
     def __init__(self, server: Server) -> None:
         self._servers = [server.connected_anew() for _ in range(NUM_STREAMS)]
         self._newest = dict.fromkeys(ADAPTERS, 0)
+        self._answered: dict[str, set[int]] = {name: set() for name in ADAPTERS}
         super().__init__(NUM_STREAMS, self._stream)
 
     def _stream(self, number: int) -> Answer:
@@ -106,7 +109,11 @@ class Streams(Clients):
         self._newest[name] = max(version, self._newest[name])
         for _, more in response:
             tokens = tokens + more
+        self._answered[name].add(version)
         return Answer(name, prompt, tokens, version, self._newest[name])
+
+    def have_met_versions(self) -> bool:
+        return all(len(versions) >= NUM_ANSWERED for versions in self._answered.values())
 
 
 def stream(
@@ -213,6 +220,8 @@ def stream_while_trainers_publish(server: Server, directory: Path) -> list[Answe
             try:
                 for name in ADAPTERS:
                     wait_ready(server, name, goal)
+                if goal > NUM_VERSIONS:
+                    until("answers of several versions", streams.have_met_versions, WAIT_S)
             finally:
                 trainer.kill()
                 trainer.wait(WAIT_S)
@@ -220,7 +229,7 @@ def stream_while_trainers_publish(server: Server, directory: Path) -> list[Answe
         answers = [answer for of_one in streams.stop() for answer in of_one]
     for name in ADAPTERS:
         versions = {answer.version for answer in answers if answer.name == name}
-        assert len(versions) >= 5, "there were few versions to take for another"
+        assert len(versions) >= NUM_ANSWERED, "there were few versions to take for another"
     overtaken = [answer for answer in answers if answer.newest > answer.version]
     assert len(overtaken) >= 5, "few requests were in flight when a version came"
     return answers
