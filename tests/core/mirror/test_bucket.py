@@ -925,7 +925,7 @@ def test_a_node_that_may_only_read_tries_to_acknowledge_ever_more_rarely(
 
 
 def test_a_url_is_for_mirrors(tmp_path, bucket_url):
-    between = "a mirror between it and the bucket"
+    between = "`dbuffer mirror` copies between a bucket and a directory"
     for make in (dbuffer.WeightReceiver, dbuffer.WeightSender):
         for url in (bucket_url, Path(bucket_url)):
             with pytest.raises(dbuffer.OptionError, match=between):
@@ -983,8 +983,8 @@ def test_the_page_has_the_figures_of_the_code():
     for text in (
         f"one put per {buckets.PART_BYTES >> 20} MiB",
         f"one get per {PAGE_RANGE_BYTES >> 20} MiB",
-        f"less than {NUM_REQUESTS * buckets.PART_BYTES >> 20} MiB (puts)",
-        f"or {NUM_REQUESTS * PAGE_RANGE_BYTES >> 20} MiB (gets)",
+        f"below {NUM_REQUESTS * buckets.PART_BYTES >> 20} MiB for puts",
+        f"{NUM_REQUESTS * PAGE_RANGE_BYTES >> 20} MiB for gets",
         f"If no byte moves for {buckets.REQUEST_S:g} s in a download",
         f"A part has {buckets.TRANSFER_S:g} s",
         f"outage of up to {buckets.UPLOAD_RETRIES_S / 60:g} minutes, an upload repeats its current",
