@@ -133,6 +133,7 @@ class PlannedReceiver(Closing):
         receiver = WeightReceiver(store, receiver_id="engine.rank-0")
         self._stager = Stager(
             receiver,
+            check=self._loads.check,
             prepare=self._loads.prepare,
             copy=True,
             device=device if stages_on_device else None,

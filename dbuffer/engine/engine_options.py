@@ -179,12 +179,9 @@ class EngineOptions:
     def choose(self, newest: Lineage, store: DoubleBuffer) -> Lineage | None:
         """Return the newest version that the engine takes from a store, or None if it takes none.
 
-        The engine takes a version that the options select, but not one that a canary refused,
-        unless the option ``version`` names it. ``newest`` is the store's newest version.
+        The engine takes a version that the options select, but not one that a canary refused.
+        ``newest`` is the store's newest version.
         """
-        if self.version is not None:
-            goal = newest.at(self.version)
-            return None if goal is None else newest.to(goal)
         if not self.skips and self.refusal(newest.id) is None:
             return newest
 

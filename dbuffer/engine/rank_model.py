@@ -104,8 +104,6 @@ class RankModel:
         )
         self._rewritten: Collection[str] = ()
         """Published tensors that loaders write into. Loaders get copies of these."""
-        self._checked: Layout | None = None
-        """Layout of the last version that was checked: a version with the same layout fits, too."""
         self._loaded: VersionId | None = None
         """Version that the model has, or None if a reload or other code wrote the weights since."""
         self._digest: int | None = None
@@ -148,14 +146,11 @@ class RankModel:
             forgotten.drop()
         self._plannings = plannings[:_KEPT_LAYOUTS]
         self.unused.check(trace)
-        self._checked = layout
 
     @torch.no_grad()
     def prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
-        """Check a version; return a switch to it, or None if there is no plan to use now."""
+        """Return a switch to a checked version, or None if there is no plan to use now."""
         layout = snapshot.layout
-        if layout != self._checked:
-            self.check(snapshot)
         planning = self._planning_of(layout)
         self.unused.compare(planning.trace, snapshot)
         tensors = self._as_offered(snapshot.tensors, layout)

@@ -102,11 +102,13 @@ class RankReceiver:
         may_use_device = rank.on_device and rank.reports_sleep and options.staging == "auto"
         self._stager = Stager(
             receiver,
+            check=self._model.check,
             prepare=self._model.prepare,
             copy=copy,
             device=rank.device if may_use_device or options.staging == "device" else None,
             pin_memory=rank.device.type == "cuda" and options.staging != "map",
             forked=options.forked,
+            version=options.version,
             choose=partial(options.choose, store=options.buffer_of(options.read_store)),
             # If the engine skips versions, or stays on one, do not stage its present version once
             # more: this rank would keep the copy for long, and the sender would wait for it.
@@ -135,11 +137,6 @@ class RankReceiver:
     @property
     def _id(self) -> VersionId | None:
         return None if self._applied is None else self._applied.id
-
-    @property
-    def _stage_after(self) -> VersionId | None:
-        """This rank's version, or None if the engine must go back to the option's version."""
-        return self._id if self.options.version in (None, self._version) else None
 
     @property
     def _serves_on(self) -> str:
@@ -212,7 +209,7 @@ class RankReceiver:
             raise
         finally:
             self._state.is_updating = False
-            self._stager.release(applied=self._stage_after)
+            self._stager.release(applied=self._id)
 
     def _take_on_all_ranks(self, request: UpdateRequest | OptionError) -> Staged | None:
         """Take the same staged version on all ranks, or raise an error on all ranks.
@@ -509,7 +506,7 @@ class RankReceiver:
         """
         self._use_device()
         if weights:
-            self._stager.stage_again(applied=self._stage_after)
+            self._stager.stage_again(applied=self._id)
 
     def _use_device(self) -> None:
         if not self._state.asleep:  # a part that sleeps needs its memory again when it wakes

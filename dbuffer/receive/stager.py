@@ -24,7 +24,15 @@ import torch
 
 from dbuffer import errors
 from dbuffer.format.layout import Layout
-from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, number_of, relation
+from dbuffer.format.lineage import (
+    MAX_NUMBER,
+    Lineage,
+    Relation,
+    VersionId,
+    describe_fork,
+    number_of,
+    relation,
+)
 from dbuffer.format.manifest import Pointer
 from dbuffer.io.devices import PageLock, fork_streams, free_on
 from dbuffer.io.tensors import new_memory
@@ -238,20 +246,23 @@ class DeviceMemory:
 class Stager(ProcessBound):
     """Follows a store in a thread, and keeps the store's newest version ready.
 
-    The stager's thread calls ``prepare``, ``on_found`` and ``attest``.
+    The stager's thread calls ``check``, ``prepare``, ``on_found`` and ``attest``.
 
     Args:
         receiver: receiver of the store. The stager closes it.
+        check: called with a snapshot if the version's layout has changed. If it raises, the version
+            is not staged, and :meth:`take` raises the error.
         prepare: called with a snapshot of each version. A result other than None is staged with the
             version's tensors. If versions are copied and the result replaces the tensors, only the
-            result is staged. If it raises, the version is not staged, and :meth:`take` raises the
-            error.
+            result is staged.
         device: an engine's device. As much of a version as fits is copied into its memory.
         copy: whether to copy a mapped version into the stager's memory. ``"auto"``: copy if
             ``pin_memory`` or ``device`` is set. But a version whose tensors are staged with a
             result of ``prepare`` stays mapped: later versions stage only the result, so memory for
             the tensors would be wasted.
         pin_memory: page-lock the stager's memory, for faster copies to a device.
+        version: stage only this version until it has been applied. Default: stage each newest
+            version.
         choose: called with the store's newest version. It returns the version to stage, or None to
             stage none. Default: the newest version.
         applied: version that the engine has at the start. Only later versions are staged.
@@ -266,10 +277,12 @@ class Stager(ProcessBound):
         self,
         receiver: WeightReceiver,
         *,
+        check: Callable[[Snapshot], None] | None = None,
         prepare: Callable[[Snapshot], Prepared | None] | None = None,
         copy: bool | Literal["auto"] = "auto",
         device: torch.device | None = None,
         pin_memory: bool = False,
+        version: int | None = None,
         choose: Callable[[Lineage], Lineage | None] = lambda newest: newest,
         applied: VersionId | None = None,
         forked: Forked = "refuse",
@@ -279,6 +292,8 @@ class Stager(ProcessBound):
         super().__init__()
         self._receiver = receiver
         receiver.reader.keeps_snapshots = True
+        self._check = check
+        self._checked: Layout | None = None
         self._prepare = prepare
         self._on_found = on_found
         self._attest = attest
@@ -294,6 +309,7 @@ class Stager(ProcessBound):
         memory."""
         self._memories = threading.Lock()
         """Lock held while the thread stages a version, or compares the engine's weights with it."""
+        self._version = version
         self._choose = choose
         self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
         self._interrupt = threading.Event()
@@ -353,8 +369,8 @@ class Stager(ProcessBound):
 
         Args:
             version: take exactly this version, by number or id.
-            at_least: take this version or a later one. Default: the version to stage when the call
-                is made.
+            at_least: take this version or a later one. Default: the version that the stager was
+                made for, or the newest version when the call is made.
             needs_tensors: whether the version must be staged with all its tensors.
             timeout_s: how long to wait. After this time, :class:`WaitTimeoutError` is raised.
 
@@ -463,6 +479,8 @@ class Stager(ProcessBound):
     ) -> _Request:
         pointer, last_seen = self.newest(), self._receiver.last_seen
         newest = None if pointer is None else pointer.lineage
+        if at_least is None:
+            version = version or self._version
         last = newest or last_seen
         goal = version or at_least or (newest and self.goal()) or (1 if last is None else last.id)
         if not isinstance(goal, VersionId):
@@ -510,7 +528,10 @@ class Stager(ProcessBound):
         # Stage nothing if the request is answered: `take` is about to return the version or raise.
         if self._state in (State.CLOSED, State.TAKEN) or self._is_answered():
             return False
-        return self._request is not None or not self._reserved_s > 0
+        if self._request is None and self._reserved_s > 0:
+            return False
+        is_done = self._applied is not None and self._applied.number == self._version
+        return self._request is not None or not is_done
 
     @property
     def _reserved_s(self) -> float:
@@ -620,7 +641,11 @@ class Stager(ProcessBound):
         staged = None if self._staged is None else self._staged.id
         # Ignore a version that does not lead to the store's newest version.
         versions = [v for v in (staged, self._applied, self._skipped) if v and self._leads_on(v)]
-        return max((version.number for version in versions), default=None), None
+        if self._version is None:
+            return max((version.number for version in versions), default=None), None
+        if staged in versions and staged.number == self._version:
+            return MAX_NUMBER, None  # stage nothing, unless the store forks
+        return None, self._version
 
     def _chosen(self, newest: int, newer_than: int | None) -> tuple[int | None, VersionId | None]:
         """Return the version to stage: its number, and its id unless it is the newest version.
@@ -668,6 +693,9 @@ class Stager(ProcessBound):
             snapshot = opened.enter_context(
                 self._receiver.open(newer_than, timeout_s, version=exactly, acknowledge=False)
             )
+            if self._check is not None and snapshot.layout != self._checked:
+                self._check(snapshot)
+                self._checked = snapshot.layout
             prepared = self._prepare(snapshot) if self._prepare is not None else None
             with self._condition:
                 needs_tensors = self._request is not None and self._request.needs_tensors

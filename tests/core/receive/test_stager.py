@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.io.tensors import new_memory
@@ -240,7 +241,7 @@ def test_the_error_of_one_version_is_not_told_of_another(store, sender, version)
     if version is not None:
         publish(sender, 1)
     sender.send(OTHER.weights(2))
-    with staging(store, prepare=stop_at(gate, OTHER, ValueError("of the other"))) as follower:
+    with staging(store, check=stop_at(gate, OTHER, ValueError("of the other"))) as follower:
         assert gate.is_there.wait(IN_TIME_S)
         wanted = sender.send(SMALL.weights(3)).version if version is None else version
         with meanwhile(gate.may_go_on.set):
@@ -462,7 +463,7 @@ def test_what_a_check_raises_reaches_who_takes(store, sender):
         if len(snapshot.specs) == len(OTHER.names):
             raise refusal
 
-    with staging(store, prepare=check) as follower:
+    with staging(store, check=check) as follower:
         sender.send(OTHER.weights(1))
         assert wait_for_problem(store).problem == f"ValueError: {refusal}"
         for request in ({}, {"version": 1}, {"at_least": 1}):
@@ -473,6 +474,17 @@ def test_what_a_check_raises_reaches_who_takes(store, sender):
         publish(sender, 2)
         wait_until_staged(store, 2)
         assert record_in(store).problem is None
+
+
+def test_a_check_is_asked_once_a_layout(store, sender):
+    checked: list[Layout] = []
+    with staging(store, check=lambda snapshot: checked.append(snapshot.layout)) as follower:
+        for version, pattern in enumerate((SMALL, SMALL, SMALL, OTHER, OTHER, SMALL), start=1):
+            sender.send(pattern.weights(version))
+            taken = follower.take(timeout_s=IN_TIME_S)
+            assert checked[-1] == taken.layout
+            release(follower, version)
+    assert [len(layout.specs) for layout in checked] == [8, 5, 8]
 
 
 @pytest.mark.timing(retry_min_s=1000.0, retry_max_s=1000.0)
@@ -598,6 +610,32 @@ def test_a_version_of_a_run_that_another_began_before_is_refused_at_once(store, 
         assert_whole(follower.take(at_least=lost._replace(number=1), timeout_s=IN_TIME_S), 3)
 
 
+def test_the_only_version_is_staged_again_after_another_was_applied(store):
+    """An engine that could not load it went back to the version that it had before."""
+    with dbuffer.WeightSender(store, keep=8) as sender, staging(store, version=3) as follower:
+        publish(sender, 1, 2, 3, 4, 5)
+        wait_until_staged(store, 3)
+        assert follower.take(timeout_s=IN_TIME_S).version == 3
+        follower.release()
+        newest = follower.newest()
+        assert newest is not None
+        assert follower.take(newest.id, needs_tensors=True, timeout_s=IN_TIME_S).version == 5
+        release(follower, 5)
+        wait_until_staged(store, 3)
+        assert follower.reserve(newest.lineage.at(3))
+
+
+def test_an_engine_that_has_its_only_version_has_no_problem_with_the_store(store):
+    with dbuffer.WeightSender(store, keep=8) as sender, staging(store, version=1) as follower:
+        publish(sender, 1, 2)
+        follower.take(timeout_s=IN_TIME_S)
+        release(follower, 1)
+        until("it is released", lambda: number(record_in(store).staged) is None)
+        (store / "CURRENT").write_bytes(b"{")
+        time.sleep(NOT_IN_VAIN_S)
+        assert record_in(store).problem is None
+
+
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     """Collect no garbage: an engine does so seldom."""
@@ -611,7 +649,7 @@ def test_a_record_that_cannot_be_written_keeps_nothing_mapped(store, caplog):
     """Handlers may keep what is logged, and an error's traceback has the frames of its callers."""
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
-    with staging(store, prepare=lambda _: shutil.rmtree(store / "tmp")) as follower:
+    with staging(store, check=lambda _: shutil.rmtree(store / "tmp")) as follower:
         follower.take(timeout_s=IN_TIME_S)
         until("it is told", lambda: "cannot acknowledge" in caplog.text)
         remove_store(store)
@@ -626,7 +664,7 @@ def test_damage_between_checking_and_copying_is_seen(store, sender):
     def damage_it(snapshot: Any) -> None:
         flip(file_of(store, 1))
 
-    with staging(store, copy=True, verify=True, prepare=damage_it) as follower:
+    with staging(store, copy=True, verify=True, check=damage_it) as follower:
         with pytest.raises(dbuffer.StoreCorruptError):
             follower.take(timeout_s=IN_TIME_S)
 
@@ -674,7 +712,7 @@ def test_who_takes_what_was_just_mended_hears_nothing_of_the_try_before(store, s
     gate = Gate()
     checks = iter([stop_at(gate, SMALL, ValueError("as it was before")), lambda _: None])
     publish(sender, 1)
-    with staging(store, prepare=lambda snapshot: next(checks)(snapshot)) as follower:
+    with staging(store, check=lambda snapshot: next(checks)(snapshot)) as follower:
         assert gate.is_there.wait(IN_TIME_S)
         with meanwhile(gate.may_go_on.set):
             assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
@@ -722,7 +760,7 @@ def test_close_while(store, copy, state):
             send = publish_damaged if state == "it is damaged" else publish
             send(sender, 1)
     with leaving_nothing(store), contextlib.ExitStack() as stack:
-        follower = stack.enter_context(staging(store, copy=copy, verify=True, prepare=check))
+        follower = stack.enter_context(staging(store, copy=copy, verify=True, check=check))
         if state == "it is damaged":
             wait_for_problem(store)
         elif state in ("it is staged", "it is taken"):
