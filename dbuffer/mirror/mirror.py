@@ -268,7 +268,7 @@ class Mirror(Closing, ProcessBound):
                 elif until_check_s <= 0:
                     self._check_at = time.monotonic() + TIMING.bucket_heartbeat_s
                     if self._relay is not None:
-                        self._take_over()
+                        self._target.take_over()
                 elif retry.wait(version, timeout_s=until_check_s) is not None:
                     copied = self._copy_newest()
                     retry.used()
@@ -303,15 +303,11 @@ class Mirror(Closing, ProcessBound):
             logger.info("another mirror copies into %s: standing by", self._target.name)
             self._is_fit.set()
 
-    def _take_over(self) -> None:
-        if isinstance(self._target, BucketTarget):
-            self._target.take_over()
-
     def _copy_newest(self) -> Publication | None:
         """Copy the newest version, or return None if it is already copied or was overwritten."""
         source, target = self._source, self._target
         if self._relay is None:
-            self._take_over()
+            self._target.take_over()
             writer = (
                 BucketRecords(source.bucket, source.record)
                 if isinstance(source, BucketSource)

@@ -127,17 +127,12 @@ class StoreTarget:
         self._lock = lock
         try:
             self._require_source()
-            self._writer = BufferWriter(
-                root,
-                durable=False,
-                reader_timeout_s=self._reader_timeout_s,
-                allow_shared_store=not self._store.owner_only,
-            )
             if self._has_forked():
                 # Withdraw the target's versions, so that no reader loads one from a replaced run.
                 message = "%s: withdrawing versions that forked from %s"
                 logger.warning(message, root, self._source.store)
-                self._writer.withdraw()
+                with contextlib.closing(self._new_writer()) as writer:
+                    writer.withdraw()
         except BaseException:
             self.close()
             raise
@@ -145,6 +140,18 @@ class StoreTarget:
             os.ftruncate(lock.number, 0)
             filesystem.write_at(lock.number, 0, os.fsencode(self._source.store))
         return True
+
+    def take_over(self) -> None:
+        """Check again that no sender has the target, unless this mirror has the writer's lock.
+
+        An elected mirror takes the writer's lock at its first copy: until then, a sender that
+        starts on this host may turn out to have its store here.
+
+        Raises:
+            OptionError: as :meth:`elect`.
+        """
+        if self._writer is None:
+            require_no_sender(self._source, self._store)
 
     def is_removed(self) -> bool:
         """Whether the target was removed since this mirror was elected."""
@@ -184,8 +191,10 @@ class StoreTarget:
 
     def copy(self, opened: OpenSourceVersion) -> Publication:
         """Publish a copy of an open version in the store."""
+        if self._writer is None:
+            self.take_over()
+            self._writer = self._new_writer()
         writer = self._writer
-        assert writer is not None  # noqa: S101 - this mirror is elected
         started, manifest = time.monotonic(), opened.manifest
         if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
             with opened.noticing_loss():
@@ -289,6 +298,14 @@ class StoreTarget:
         except OSError:
             return {}  # a delta is missing: begin another chain
         return {first: 0} | dict(zip(later, sizes, strict=True))
+
+    def _new_writer(self) -> BufferWriter:
+        return BufferWriter(
+            self._store.root,
+            durable=False,
+            reader_timeout_s=self._reader_timeout_s,
+            allow_shared_store=not self._store.owner_only,
+        )
 
     def _has_forked(self) -> bool:
         pointer, newest = self.newest(), self._source.newest()

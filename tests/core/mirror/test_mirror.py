@@ -1059,6 +1059,49 @@ def test_one_store_through_two_mounts_stands_idle(remote, shm_path):
         subprocess.run(["umount", "--lazy", str(local)], check=True)
 
 
+@pytest.mark.timing(retry_min_s=0.05)
+def test_a_sender_may_start_in_the_local_store_after_its_mirror(remote, local):
+    """On the sender's host, an engine that starts first cannot tell that the store is there."""
+    with start_mirror(remote, local, poll_interval_s=POLL_S) as one:
+        assert one.is_elected
+        with dbuffer.WeightSender(local) as sender:
+            sender.send(SMALL.weights(1))
+            sender.send(SMALL.weights(2))
+        assert newest(local) == 2
+        assert one.error is None
+
+
+@pytest.mark.timing(retry_min_s=0.05)
+def test_one_store_that_begins_after_its_mirror_stands_idle(remote, shm_path):
+    """The mirror finds out before it has the writer's lock."""
+    remote.mkdir(mode=0o700)
+    local = shm_path / "bound"
+    local.mkdir(mode=0o700)
+    done = subprocess.run(["mount", "--bind", str(remote), str(local)], capture_output=True)
+    if done.returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        with start_mirror(remote, local, poll_interval_s=POLL_S) as one:
+            assert one.is_elected
+            publish(remote, 1)
+            one._thread.join(SOON_S)
+            assert not one.is_elected
+            assert one.error is None
+            publish(remote, 2)
+            assert newest(local) == newest(remote) == 2
+    finally:
+        subprocess.run(["umount", "--lazy", str(local)], check=True)
+
+
+def test_a_full_local_store_that_is_current_can_be_used(remote, disk):
+    publish(remote, 1)
+    mirror_once(remote, disk / "local")
+    fill(disk, leave_bytes=0)
+    with quick(remote, disk / "local").start(SOON_S) as one:
+        one.wait_until_current(SOON_S)
+        assert one.is_elected
+
+
 # The command
 
 
