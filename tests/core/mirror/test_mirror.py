@@ -794,6 +794,31 @@ def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote, local, shm_
     assert newest(local) == 2
 
 
+@pytest.mark.timing(retry_min_s=0.02)
+def test_one_that_stands_by_takes_its_record_back(remote, local, monkeypatch):
+    """Its record, which has the id of the elected mirror, stays only as long as its problem."""
+
+    def fail() -> None:
+        raise dbuffer.StoreAccessError("the network is down")
+
+    def problems() -> list[str | None]:
+        return [record.problem for record in DoubleBuffer(remote).receivers()]
+
+    publish(remote, 1)
+    with quick(remote, local).start() as first:
+        first.wait_until_current(TIMEOUT_S)
+        until("the first has told", lambda: problems() == [None])
+        with quick(remote, local).start() as second:
+            with monkeypatch.context() as patch:
+                patch.setattr(second._source, "newest", fail)
+                until("the second has failed", lambda: len(problems()) == 2)
+            until("only the first tells", lambda: len(problems()) == 1)
+            assert not second.is_elected
+        assert problems() == [None]
+        assert mirror_record(remote).token == first._source.record.current.token
+        assert not mirror_record(remote).has_ended
+
+
 def read_and_stay(connection: Connection, store: Path, name: str) -> None:
     with dbuffer.WeightReceiver(store, receiver_id=name, poll_interval_s=POLL_S) as receiver:
         connection.send(receiver.load_into(SMALL.empty()))
