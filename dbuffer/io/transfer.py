@@ -12,7 +12,8 @@ import ctypes
 import itertools
 import os
 import stat
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -91,15 +92,17 @@ def write_tensors(
     digests = [0] * len(layout.blocks)
     # Don't write the padding after the last tensor: a part file ends with its last tensor.
     end_byte = layout.offsets[-1] + layout.sizes[-1] if layout.specs else 0
+    slices = _cut_spans(layout, copier.num_threads)
+    shared = _share_copies(layout, sources, slices)
 
     def work(first: int, end: int) -> None:
-        for span, data in _fill_spans(layout, sources, layout.spans[first:end]):
+        for span, data in _fill_spans(layout, sources, shared, layout.spans[first:end]):
             filesystem.write_at(file.number, offset + span.start, data[: end_byte - span.start])
             if hashed:
                 _hash_span(layout, span, data, digests)
 
     with filesystem.os_errors("write the weights", path):
-        copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
+        copier.in_parallel(work, slices)
     return digests if hashed else []
 
 
@@ -161,8 +164,52 @@ def _cut_spans(layout: Layout, num_slices: int) -> list[tuple[int, int]]:
     return split_evenly([span.end - span.start for span in layout.spans], num_slices)
 
 
+class _SharedCopy:
+    """Flat copy of a tensor, made for the first of several slices, and kept until the last."""
+
+    def __init__(self, source: torch.Tensor, num_slices: int) -> None:
+        self._source, self._num_left = source, num_slices
+        self._lock = threading.Lock()
+        self._flat: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor:
+        """Return the copy. Each slice calls this once."""
+        with self._lock:
+            flat = self._source.detach().reshape(-1) if self._flat is None else self._flat
+            self._num_left -= 1
+            self._flat = flat if self._num_left else None
+            return flat
+
+
+def _share_copies(
+    layout: Layout, sources: Sequence[torch.Tensor], slices: Sequence[tuple[int, int]]
+) -> dict[int, _SharedCopy]:
+    """Return the copies that several slices share, keyed by the tensor's index.
+
+    A tensor is shared only if some slice has no other tensor. So no more copies are in memory than
+    one per slice. Each other tensor is in at most two slices, which each make a copy.
+    """
+    if all(source.is_contiguous() for source in sources):  # their flat views take no memory
+        return {}
+    blocks, spans = layout.blocks, layout.spans
+    ranges = [
+        (blocks[spans[first].first_block].tensor, blocks[spans[end - 1].end_block - 1].tensor)
+        for first, end in slices
+    ]
+    alone = {first for first, last in ranges if first == last}
+    num_slices = {index: sum(a <= index <= b for a, b in ranges) for index in alone}
+    return {
+        index: _SharedCopy(sources[index], count)
+        for index, count in num_slices.items()
+        if count > 1 and not sources[index].is_contiguous()
+    }
+
+
 def _fill_spans(
-    layout: Layout, sources: Sequence[torch.Tensor], spans: Sequence[Span]
+    layout: Layout,
+    sources: Sequence[torch.Tensor],
+    shared: Mapping[int, _SharedCopy],
+    spans: Sequence[Span],
 ) -> Iterator[tuple[Span, memoryview]]:
     """Yield each span with its bytes as the file holds them.
 
@@ -186,7 +233,9 @@ def _fill_spans(
                 continue
             if flat_of != block.tensor:  # copied once for all its blocks
                 flat = torch.empty(0)  # free it before the next is made
-                flat_of, flat = block.tensor, source.detach().reshape(-1)
+                copy = shared.get(block.tensor)
+                flat = source.detach().reshape(-1) if copy is None else copy.take()
+                flat_of = block.tensor
             first = block.offset // dtype.itemsize
             typed = place.view(dtype)
             typed.copy_(flat[first : first + typed.numel()])

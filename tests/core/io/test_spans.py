@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,37 @@ def test_tensors_that_lie_otherwise(files, num_threads, numel):
     right = [tensor.detach().resolve_conj().resolve_neg().to(d) for tensor, d in tensors.values()]
     assert_same(dict(enumerate(found.views)), dict(enumerate(right)))
     assert checksums == [checksum_of(bits(tensor)) for tensor in right]
+
+
+@pytest.mark.parametrize(
+    "columns", [[4096], [16, 4096, 16], [1000] * 3 + [8192], [3000] * 6, [16, 2000] * 4]
+)
+def test_threads_share_one_flat_copy_of_a_tensor(files, monkeypatch, columns):
+    """However the spans are cut, never more copies are in memory than there are threads."""
+    made: list[int] = []
+    living: list[weakref.ref[torch.Tensor]] = []
+    peaks: list[int] = []
+    reshape = torch.Tensor.reshape
+    num_threads = 4
+
+    def counted(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+        flat = reshape(tensor, *shape)
+        if not tensor.is_contiguous():
+            made.append(tensor.numel())
+            living.append(weakref.ref(flat))
+            peaks.append(sum(ref() is not None for ref in living))
+        return flat
+
+    sources = [random_bits(torch.float32, 1024 * count).view(1024, count).T for count in columns]
+    layout = Layout.of(
+        TensorSpec(f"t{i}", "float32", tuple(source.shape)) for i, source in enumerate(sources)
+    )
+    expected = mapped_file(files, layout, sources)
+    monkeypatch.setattr(torch.Tensor, "reshape", counted)
+    assert written_file(files, layout, sources, num_threads) == expected
+    for count in (4096, 8192):  # columns of a tensor that is all there is for some thread
+        assert made.count(1024 * count) == columns.count(count)
+    assert max(peaks) <= num_threads
 
 
 def test_gaps_are_written_as_zeros(files):
