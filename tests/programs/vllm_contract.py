@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,6 +167,27 @@ def choose_versions(case: Case) -> None:
         case.receive()
 
 
+def refuse_positions_past_32_bits(case: Case) -> None:
+    """Which vLLM's patches cannot hold. One element, repeated, stands in for a long tensor."""
+    long = torch.zeros(1, dtype=torch.uint8).expand(2**31)
+    handed: list[Any] = []
+
+    @contextlib.contextmanager
+    def opened(_: Any) -> Iterator[Any]:
+        yield [("long", long)]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(case.engine, "_opened", opened)
+        patched.setattr(torch, "arange", lambda *_, **__: torch.empty(0))  # else of 8 GiB
+        patched.setattr(torch.Tensor, "flatten", lambda tensor: tensor[:0])
+        with pytest.raises(dbuffer.EngineUpdateError, match=f"long has {2**31} elements"):
+            case.engine.receive_sparse_weights(None, handed.extend)
+        assert not handed
+        long = long[1:]
+        case.engine.receive_sparse_weights(None, handed.extend)
+    assert len(handed) == 1
+
+
 def start(case: Case, **options: Any) -> None:
     info = {"store": str(case.store), **options}
     case.engine.init_transfer_engine(case.engine.parse_init_info(info))
@@ -204,6 +227,7 @@ def run(place: Path) -> None:
         name_parameters,
         refuse,
         choose_versions,
+        refuse_positions_past_32_bits,
         check_update_info,
     )
     for mount in ("local", "network"):

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
-from dbuffer.errors import OptionError, UnsupportedError, VersionError
+from dbuffer.errors import EngineUpdateError, OptionError, UnsupportedError, VersionError
 from dbuffer.format.lineage import Count, VersionId
 from dbuffer.integrations.vllm.config import options_of, require_droppable
 from dbuffer.integrations.vllm.layers import draft_of
@@ -32,6 +32,8 @@ from dbuffer.integrations.vllm.sparse_patches import (
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
+
+_MAX_INDEX = torch.iinfo(torch.int32).max
 
 _COUNTS = "the number of patches of each tensor"
 _ARGUMENTS = ("config", "vllm_config", "device", "model")
@@ -113,6 +115,12 @@ class CallbackEngine:
     ) -> None:
         with self._opened(update_info) as tensors:
             for name, tensor in tensors:
+                # torch.arange would wrap to negative positions without an error.
+                if tensor.numel() > _MAX_INDEX:
+                    raise EngineUpdateError(
+                        f"{name} has {tensor.numel()} elements, and patches of vLLM reach only "
+                        f"{_MAX_INDEX}: send a dense update"
+                    )
                 indices = torch.arange(tensor.numel(), dtype=torch.int32)
                 values, shape = tensor.flatten().clone(), tuple(tensor.shape)
                 apply_patches([SparsePatch(name, indices, values, shape)])
