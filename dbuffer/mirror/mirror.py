@@ -369,9 +369,11 @@ class Mirror(Closing, ProcessBound):
     def _leave_target(self) -> None:
         """Stop copying, and take back this mirror's record, until the mirror is elected again."""
         record = self._source.record
+        record.set(has_ended=True)  # for the relay's last records: a bucket has this record, too
         self._close_target()
         record.remove()
-        record.set(staged=None)  # so that the record is written again after the election
+        # Forget `staged`, so that the record is written again after the election.
+        record.set(has_ended=False, staged=None)
 
     def _end(self) -> None:
         with contextlib.ExitStack() as ends:

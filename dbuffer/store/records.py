@@ -98,7 +98,10 @@ class OwnRecord(ProcessBound):
         return self._record
 
     def rename(self, receiver_id: str) -> None:
-        """Change the receiver's id. The file under the earlier id, if any, is removed."""
+        """Change the receiver's id.
+
+        A `RecordFile` also removes the file under the earlier id. An object in a bucket stays.
+        """
         self.set(receiver=receiver_id)
 
     def remove(self) -> None:

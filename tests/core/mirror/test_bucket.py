@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import shutil
 import threading
 import time
 from collections import Counter
@@ -845,6 +846,24 @@ def test_a_reader_whose_mirror_died_has_ended(remote, local, bucket_url, far, ti
             child.kill()
         timing.bucket_heartbeat_s = 0.1
         until("it counts as dead", lambda: DoubleBuffer(remote).receiver("far").has_ended)
+
+
+@pytest.mark.timing(retry_min_s=0.05, bucket_records_s=0.1)
+def test_a_mirror_whose_target_was_removed_ends_its_earlier_record(
+    remote, local, bucket_url, bucket
+):
+    """The directory that it makes anew gives it another id, and another object in the bucket."""
+
+    def told() -> list[bool]:
+        records = ReceiversOfBucket(bucket).receivers()
+        return sorted(each.has_ended for each in records if each.receiver.startswith("mirror-"))
+
+    with Way(remote, bucket_url, local) as way:
+        way.carry(1)
+        until("it has told", lambda: told() == [False])
+        shutil.rmtree(local)
+        way.carry(2)
+        until("the earlier one has ended", lambda: told() == [False, True])
 
 
 def test_a_mirror_counts_its_requests(remote, local, proxy, bucket_url):
