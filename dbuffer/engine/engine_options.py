@@ -47,7 +47,7 @@ _CANARY_RULE = (
     "that judges an engine"
 )
 _RUN_RULE = (
-    "16 hexadecimal digits, as dbuffer status shows them, beside the option version or at_least"
+    "16 hexadecimal digits, as dbuffer status shows them, given together with version or at_least"
 )
 _WHEN_RULE = (
     f'an object such as {{"step": 100}}: keys of the metadata, with numbers from 1 to {MAX_NUMBER}'

@@ -48,7 +48,7 @@ class StoreView:
         self._choice: tuple[VersionId, Lineage | None] | None = None
         """Newest version seen, and the newest version that the engine does not skip."""
         self.is_kept = False
-        """Whether the option ``until_done`` makes the engine keep its version now."""
+        """Whether the engine must stay on its version until ``done()``: see ``until_done``."""
 
     def close(self) -> None:
         self._receiver.close()

@@ -32,7 +32,7 @@ class Places:
         }
 
     def replaced(self) -> list[str]:
-        """Return names of modules and tensors that were replaced, moved or reshaped after it."""
+        """Return names of modules and tensors replaced, moved or reshaped after this was made."""
         # A module without a wrapper is its own place. An engine that is paused waits for this loop.
         return [
             name
