@@ -281,8 +281,8 @@ class Follower(Closing):
             )
         if isinstance(canary, Mapping) and not self._engine.scores_prompts:
             raise errors.UnsupportedError(
-                "this engine cannot be a canary with prompts: only vLLM engines that generate can, "
-                "without data-parallel replicas and without torchrun"
+                "this engine cannot test versions with prompts (the option canary): that needs a "
+                "vLLM engine that generates, without data-parallel replicas and without torchrun"
             )
         instance_id = facts.instance_id
         return replace(options, engine_id=engine_id, instance_id=instance_id, canary=canary)

@@ -85,7 +85,7 @@ class Timing:
 
     @property
     def bucket_presumed_dead_after_s(self) -> float:
-        """Time after a mirror's last put of records when the receivers in them count as dead."""
+        """How long after its last put of records a mirror's receivers count as dead."""
         return 4 * self.bucket_heartbeat_s
 
 

@@ -319,7 +319,7 @@ def test_an_engine_that_starts_with_a_canary_acknowledges_nothing_before(
 
 
 def test_a_canary_that_cannot_judge_is_refused_at_the_start(scene):
-    with pytest.raises(dbuffer.UnsupportedError, match="cannot be a canary with prompts"):
+    with pytest.raises(dbuffer.UnsupportedError, match="cannot test versions with prompts"):
         scene.background(canary=PROMPTS)
     with pytest.raises(dbuffer.OptionError, match="has no function"):
         scene.background(canary=True)
