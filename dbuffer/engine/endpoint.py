@@ -298,9 +298,9 @@ def falling_asleep(model: Any, parts: Collection[str], *, is_lost: bool) -> Iter
 
 @contextlib.contextmanager
 def waking_up(model_of: Callable[[], Any], parts: Collection[str] | None) -> Iterator[None]:
-    """Run a ``with`` block in which the engine wakes ``parts`` of its memory (None: all parts).
+    """Note, after a ``with`` block, that the engine woke ``parts`` of its memory in the block.
 
-    After the block, dbuffer uses these parts again.
+    None means all parts. dbuffer uses these parts again after the block.
     """
     yield
     RankEndpoint.of(model_of()).note_awake(parts)

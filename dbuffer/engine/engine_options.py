@@ -179,8 +179,8 @@ class EngineOptions:
     def choose(self, newest: Lineage, store: DoubleBuffer) -> Lineage | None:
         """Return the newest version that the engine takes from a store, or None if it takes none.
 
-        The engine takes a version that the options select, but not one that a canary refused.
-        ``newest`` is the store's newest version.
+        The engine takes a version if the options select it, and no canary refused it. ``newest`` is
+        the store's newest version.
         """
         if not self.skips and self.refusal(newest.id) is None:
             return newest

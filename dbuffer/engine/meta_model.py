@@ -43,8 +43,9 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         default_loader: loader for tensors without a ``weight_loader``.
         tp_size: number of ranks among which a tensor may be split. For a single tensor, a subclass
             can give another number (:meth:`num_shares`).
-        serving: the model that serves, or None. The copy's parameters are tied as those of the
-            serving model. A version is refused if its load registers other parameters than those.
+        serving: the model that serves, or None. The copy gets the serving model's ties between
+            parameters. A version is refused if its load registers a parameter that the serving
+            model lacks.
     """
 
     def __init__(

@@ -114,7 +114,8 @@ class Planning:
     def verify_again(self) -> None:
         """Verify the plan again, unless its verification is valid for all values of tensors.
 
-        The plan's ``verified_for`` has the tensors of which the verification tried a single value.
+        It is not if the plan's ``verified_for`` has tensors: the verification tried only one value
+        of each.
         """
         with self._lock:
             if self.plan is not None and self.plan.verified_for:

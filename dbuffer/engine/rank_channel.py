@@ -31,8 +31,8 @@ RANK_TIMEOUT_S = 600.0
 rank is reported at once."""
 
 _GIVEN_UP = "given up {}"
-"""Key in torch's store. The value is the last step in which a rank stopped waiting for the others.
-The rank's number replaces the braces."""
+"""Key in torch's store; the number of a rank replaces the braces. The value is a step: this rank
+last stopped waiting for the others there."""
 
 _STORE_S = 1.0
 _LOOK_MIN_S = 1e-4

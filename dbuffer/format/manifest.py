@@ -221,7 +221,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         return self.deltas_after(self.file_version)
 
     def upon(self, buffer: str) -> dict[str, Any]:
-        """Return the fields that this manifest shares with that of a later version in its file.
+        """Return the fields that a later version's manifest takes over from this manifest.
 
         The later version consists of this version's weights file, and of deltas. ``buffer`` is this
         manifest's buffer.

@@ -84,7 +84,7 @@ _REASON = re.compile(
 # none. So if a request to such a URL fails, there are no credentials, at least for now.
 _NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity")
 _REFUSED = re.compile(rf"status code: 4(0[1345]|16) |{_NO_CREDENTIALS.pattern}")
-"""Pattern of an error for which a request is not repeated: some HTTP statuses, or missing
+"""Pattern of errors that end a request without a retry: some HTTP statuses, or missing
 credentials."""
 
 _S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"

@@ -317,7 +317,7 @@ class Mirror(Closing, ProcessBound):
         """Copy the newest version, or return None if it is already copied or was overwritten."""
         source, target = self._source, self._target
         if self._relay is None:
-            self._target.take_over()
+            target.take_over()
             writer = (
                 BucketRecords(source.bucket, source.record)
                 if isinstance(source, BucketSource)

@@ -154,9 +154,7 @@ class Deltas:
         changes.
         """
         if self._part is not part:
-            other = (
-                "its tensors are not those of the last version, or are on other ranks than before"
-            )
+            other = "the last version had other tensors, or had them on other ranks"
             self.forget(self._why_none if self._part is None else other)
         # Until `keep` is called, count the last version as gone: any step before may fail.
         self._part = self._changes = self._find = None
@@ -330,7 +328,7 @@ class Deltas:
         return num_bytes
 
     def keep(self, draft: Draft) -> None:
-        """Keep what the delta to the next version compares with: the mapped file, or the copy."""
+        """Keep the mapped file, or the copy, to compare the next version with it."""
         if self._maps_files:
             self._file = draft.mapped
         self._part = draft.part

@@ -293,8 +293,8 @@ class Draft:
 def fill(target: Draft | KeptCopy, verb: str, source: Source, world: World) -> None:
     """Write the elements of all ranks' parts ("boxes") into a draft or a kept copy. Collective.
 
-    Each rank first writes the boxes of which it has the data. Only after all ranks have succeeded
-    do they gather the other tensors, so that no rank waits in a gather for a rank that has failed.
+    Each rank first writes the boxes whose data it has. The ranks gather other tensors only after
+    all ranks have succeeded, so that no rank waits in a gather for a rank that has failed.
     """
     part, specs = target.part, target.part.layout.specs
     with world.step(f"{verb} its part"):

@@ -171,7 +171,7 @@ def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     every index of the dimension. Suppose that the ranges from first index to first index plus
     length tile the dimension. Only the first shard can hold the indices of its range, because all
     other shards begin after it. The shard has as many indices as its range, so it holds no others,
-    and has no gap. Then the same is true of the second shard, and of each later one.
+    and has no gap. Without the first shard, this also proves it for the second, and so on.
     """
     num_boxes = 1
     for dimension, extent in enumerate(shape):

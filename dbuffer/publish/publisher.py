@@ -196,7 +196,7 @@ class Publication:
 class Publisher(Closing, ProcessBound):
     """Base of all senders: publishes into one store until it is closed.
 
-    Only rank 0 has a `BufferWriter`, and decides for all ranks what the mount needs. A sender on a
+    Only rank 0 has a `BufferWriter`, and finds out how all ranks write on the mount. A sender on a
     single rank is a world of one rank, which writes all tensors.
     """
 
@@ -239,7 +239,11 @@ class Publisher(Closing, ProcessBound):
             self._deltas = Deltas(self._buffers, world, self._copier, maps_files=maps_files)
 
     def _open(self, store: str | os.PathLike[str], options: SenderOptions) -> list[bool]:
-        """Open the store, for writing on rank 0; return there how to write, for all ranks."""
+        """Open the store. Rank 0 opens it for writing, and returns how all ranks write.
+
+        The result is: whether files are mapped, whether they are rewritten, whether versions have
+        checksums. Other ranks return [].
+        """
         if self._world.rank:
             self._buffers = DoubleBuffer(store, allow_shared_store=options.allow_shared_store)
             return []

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _COPIED_BYTES = 1 << 16
-"""Size in bytes up to which ``send(wait=False)`` copies a tensor before it returns, so that a
-trainer can modify its small tensors at once."""
+"""Largest tensor without gradient, in bytes, that ``send(wait=False)`` copies before it returns. A
+forward pass may write to such tensors, as in BatchNorm."""
 
 
 class WeightSender(Publisher):

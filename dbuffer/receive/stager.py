@@ -82,7 +82,7 @@ class Prepared(Protocol):
     ) -> Prepared:
         """Return a copy of these weights, made in ``memories``: device memory and main memory.
 
-        The sizes of the memories are those that :meth:`staging_bytes` returned. The function
+        The memories have the sizes that :meth:`staging_bytes` returned. The function
         ``copy(targets, sources)`` copies each source tensor into the target with the same index.
         """
 

@@ -604,7 +604,7 @@ class Descriptor(Closing, ProcessBound):
 
     @classmethod
     def open(cls, path: Path | str, flags: int) -> Descriptor:
-        """Open a file so that child processes do not inherit it. ``flags``: those of `os.open`."""
+        """Open a file so that child processes do not inherit it. ``flags`` are as in `os.open`."""
         for num_retries in itertools.count():
             before = _fork_moment
             file = cls(os.open(path, flags | os.O_CLOEXEC, 0o600))

@@ -124,9 +124,9 @@ def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
     except (ValidationError, UnicodeEncodeError) as error:
         problem = str(error)
     raise OptionError(
-        f"{source}: invalid rule {fields!r:.200} ({problem:.100}). A rule has the fields of one of "
-        "these lines: 'name', 'to'; 'prefix', 'to'; 'part', 'to'; 'pattern', 'to'; 'split', 'to' "
-        "(text or list), 'dim'; 'stack' (text or list), 'to', 'dim'; 'transpose', 'dims'; 'preset'"
+        f"{source}: invalid rule {fields!r:.200} ({problem:.100}). A rule has one of these sets of "
+        "fields: 'name', 'to'; 'prefix', 'to'; 'part', 'to'; 'pattern', 'to'; 'split', 'to' (text "
+        "or list), 'dim'; 'stack' (text or list), 'to', 'dim'; 'transpose', 'dims'; 'preset'"
     )
 
 

@@ -288,9 +288,9 @@ class CopyPlan:
     """Reasons why layers are left to the engine's reload, keyed by the layer's name."""
     reloaded_sources: Collection[str]
     verified_for: Mapping[str, int] | None = None
-    """Digests of tensors, keyed by name, or None before the verification. A verification loads
-    other values first, but for these tensors no other values are safe. So it is only valid for
-    versions in which these tensors have the same digests."""
+    """Digests of tensors, keyed by name, or None before the verification. A verification first
+    loads other values. For these tensors no other values are safe, so the verification holds only
+    for versions with equal digests."""
     places: Places = field(init=False)
     """The model's modules, and the addresses of the written tensors, when the plan was made."""
 

@@ -422,7 +422,7 @@ def _upper_half(words: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Return odd pseudorandom numbers, by which :func:`digest_of_all` multiplies the words."""
+    """Return odd pseudorandom numbers, the factors of words in :func:`digest_of_all`."""
     numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     numbers *= _ODD[0]
     numbers ^= _upper_half(numbers)

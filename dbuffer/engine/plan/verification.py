@@ -2,9 +2,9 @@
 
 First, the engine's reload loads stand-ins: tensors with other values than the version's. Then a
 second reload loads the version, so everything that derives from a loaded value changes. Now every
-parameter must equal, to the byte, what the switch would copy into it, and every packed layer its
-image. Everything else that can be reached from the model must be as it was after the first reload:
-what has changed is something that a switch by copies would not write.
+parameter must equal, to the byte, the tensor that the switch would copy into it, and every packed
+layer its image. Everything else that can be reached from the model must be as it was after the
+first reload, because a switch by copies would not write it.
 
 A reload can change an attribute, another layer, a closure, or a kernel's object. So a
 `ModelFingerprint` walks all objects that can be reached from the model, and two fingerprints show

@@ -343,7 +343,7 @@ def worker_group(parallel: Any) -> Any:
 
 
 class WorkerExtension:
-    """Worker extension by which a follower in another process sees that dbuffer is installed.
+    """Worker extension that shows a follower in another process that dbuffer is installed.
 
     Followers call a method that dbuffer's plugin adds to all workers, also without this class.
     """
