@@ -518,41 +518,37 @@ def test_ranks_that_were_let_follow_no_store_follow_again(scene):
         assert scene.engine.serves == (2, "2")
 
 
-def test_an_engine_that_fails_before_its_pause_is_not_paused(scene, monkeypatch):
-    """Only a rank's refusal to keep a version is repeated, and not an error of the engine's own."""
+def fail_to_reserve() -> Any:
+    raise RuntimeError("the connection is gone")
+
+
+def refuse_to_reserve() -> Any:
+    return [dbuffer.EngineUpdateError("rank 0 is staging a newer version")]
+
+
+@pytest.mark.parametrize(
+    ("reserve", "timeout_s", "error", "message"),
+    [
+        # Only a rank's refusal to keep a version is repeated, and not an engine's own error.
+        (fail_to_reserve, None, dbuffer.EngineUpdateError, "the connection is gone"),
+        (refuse_to_reserve, 0.0, dbuffer.WaitTimeoutError, "rank 0 is staging a newer version"),
+    ],
+)
+def test_an_engine_is_not_paused_for_a_version_that_is_not_reserved(
+    scene, monkeypatch, reserve, timeout_s, error, message
+):
     with scene.serving() as follower:
         call, pauses = scene.engine.call, []
 
-        def fail_to_reserve(request: RankRequest) -> Any:
-            if request.call == "reserve":
-                raise RuntimeError("the connection is gone")
-            return call(request)
+        def call_or_reserve(request: RankRequest) -> Any:
+            return reserve() if request.call == "reserve" else call(request)
 
-        monkeypatch.setattr(scene.engine, "call", fail_to_reserve)
+        monkeypatch.setattr(scene.engine, "call", call_or_reserve)
         monkeypatch.setattr(scene.engine, "pause", pauses.append)
         scene.publish(2)
         scene.wait_until_staged(2)
-        with pytest.raises(dbuffer.EngineUpdateError, match="the connection is gone"):
-            follower.sync()
-        assert not pauses
-        assert scene.engine.serves == (1, "1")
-
-
-def test_engine_is_not_paused_for_a_version_that_a_rank_no_longer_has_ready(scene, monkeypatch):
-    with scene.serving() as follower:
-        call, pauses = scene.engine.call, []
-
-        def refuse_to_reserve(request: RankRequest) -> Any:
-            if request.call == "reserve":
-                return [dbuffer.EngineUpdateError("rank 0 is staging a newer version")]
-            return call(request)
-
-        monkeypatch.setattr(scene.engine, "call", refuse_to_reserve)
-        monkeypatch.setattr(scene.engine, "pause", pauses.append)
-        scene.publish(2)
-        scene.wait_until_staged(2)
-        with pytest.raises(dbuffer.WaitTimeoutError, match="rank 0 is staging a newer version"):
-            follower.sync(timeout_s=0.0)
+        with pytest.raises(error, match=message):
+            follower.sync(timeout_s=timeout_s)
         assert not pauses
         assert scene.engine.serves == (1, "1")
 

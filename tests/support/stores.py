@@ -61,16 +61,22 @@ def remove_store(store: Path) -> None:
 
 
 @contextlib.contextmanager
-def small_disk(path: Path, num_bytes: int) -> Iterator[Path]:
-    """A filesystem of its own; skips the test where none may be mounted."""
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "dbuffer-test", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def mounted(path: Path, *options: str) -> Iterator[Path]:
+    """Mount something at a new directory; skip the test if that is not permitted."""
+    path.mkdir(mode=0o700)
+    done = subprocess.run(["mount", *options, str(path)], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
-    yield path
-    # Lazily: a traceback of what the test has caught may still hold a file open.
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        # Lazily: a traceback of what the test has caught may still hold a file open.
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def small_disk(path: Path, num_bytes: int) -> contextlib.AbstractContextManager[Path]:
+    """Make a filesystem of this size."""
+    return mounted(path, "-t", "tmpfs", "-o", f"size={num_bytes}", "dbuffer-test")
 
 
 def fill(disk: Path, leave_bytes: int = 0) -> Path:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -57,6 +56,7 @@ from tests.support.stores import (
     contents,
     fill,
     make_temporaries_old,
+    mounted,
     open_files,
     remove_store,
     removed_but_mapped,
@@ -1062,12 +1062,7 @@ def test_one_directory_is_nothing_to_mirror(remote, shm_path):
 
 def test_one_store_through_two_mounts_stands_idle(remote, shm_path):
     publish(remote, 1)
-    local = shm_path / "bound"
-    local.mkdir(mode=0o700)
-    done = subprocess.run(["mount", "--bind", str(remote), str(local)], capture_output=True)
-    if done.returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
+    with mounted(shm_path / "bound", "--bind", str(remote)) as local:
         before = contents(remote, "mirror.lock", "receivers")
         with quick(remote, local) as one:
             with pytest.raises(dbuffer.OptionError, match=str(local)):
@@ -1080,8 +1075,6 @@ def test_one_store_through_two_mounts_stands_idle(remote, shm_path):
             publish(remote, 2)
             one.wait_until_current(TIMEOUT_S)
             assert newest(local) == newest(remote) == 2
-    finally:
-        subprocess.run(["umount", "--lazy", str(local)], check=True)
 
 
 @pytest.mark.timing(retry_min_s=0.05)
@@ -1100,22 +1093,17 @@ def test_a_sender_may_start_in_the_local_store_after_its_mirror(remote, local):
 def test_one_store_that_begins_after_its_mirror_stands_idle(remote, shm_path):
     """The mirror finds out before it has the writer's lock."""
     remote.mkdir(mode=0o700)
-    local = shm_path / "bound"
-    local.mkdir(mode=0o700)
-    done = subprocess.run(["mount", "--bind", str(remote), str(local)], capture_output=True)
-    if done.returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
-        with start_mirror(remote, local, poll_interval_s=POLL_S) as one:
-            assert one.is_elected
-            publish(remote, 1)
-            one._thread.join(SOON_S)
-            assert not one.is_elected
-            assert one.error is None
-            publish(remote, 2)
-            assert newest(local) == newest(remote) == 2
-    finally:
-        subprocess.run(["umount", "--lazy", str(local)], check=True)
+    with (
+        mounted(shm_path / "bound", "--bind", str(remote)) as local,
+        start_mirror(remote, local, poll_interval_s=POLL_S) as one,
+    ):
+        assert one.is_elected
+        publish(remote, 1)
+        one._thread.join(SOON_S)
+        assert not one.is_elected
+        assert one.error is None
+        publish(remote, 2)
+        assert newest(local) == newest(remote) == 2
 
 
 def test_a_full_local_store_that_is_current_can_be_used(remote, disk):
