@@ -169,11 +169,13 @@ def fork_at_each_opening(connection: Connection, store: Path) -> None:
             publish(sender, 1)
             load(receiver)
     connection.send(len(children))
+    is_locked: bool | None = None
     with contextlib.suppress(dbuffer.StoreBusyError), dbuffer.WeightSender(store):
-        connection.send(filesystem.is_locked(receiver.record.path))
+        is_locked = filesystem.is_locked(receiver.record.path)
     for child in children.values():
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+    connection.send(is_locked)  # last: the test then kills this process
 
 
 def test_a_child_forked_while_a_file_is_opened_keeps_no_lock(store):
