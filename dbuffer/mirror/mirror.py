@@ -273,7 +273,7 @@ class Mirror(Closing, ProcessBound):
                     if self._relay is not None:
                         self._target.take_over()
                 elif retry.wait(version, timeout_s=until_check_s) is not None:
-                    copied = self._copy_newest()
+                    copied = self._copy_newest(retry.is_failing)
                     retry.used()
                 if self.on_current is not None and copied is None:
                     newest = self._source.newest()
@@ -313,11 +313,15 @@ class Mirror(Closing, ProcessBound):
         record.remove()
         retry.succeeded(f"mirroring {self._source.store}")
 
-    def _copy_newest(self) -> Publication | None:
-        """Copy the newest version, or return None if it is already copied or was overwritten."""
+    def _copy_newest(self, is_failing: bool) -> Publication | None:
+        """Copy the newest version, or return None if it is already copied or was overwritten.
+
+        ``is_failing``: whether the last attempt failed. If so, first check the target again.
+        """
         source, target = self._source, self._target
-        if self._relay is None:
+        if self._relay is None or is_failing:
             target.take_over()
+        if self._relay is None:
             writer = (
                 BucketRecords(source.bucket, source.record)
                 if isinstance(source, BucketSource)

@@ -130,8 +130,11 @@ class FollowLoop(RetryLoop):
         """Whether the last attempt found that the store has forked. If so, the receiver has
         followed the fork."""
         self.failed_version: int | None = None
-        """Version that the last failed attempt could not use, or None if the store was
-        unreadable."""
+        """Version that the last failed attempt could not use, or None if it had found none."""
+        self._is_looking = False
+        """Whether the attempt is looking for a version."""
+        self._is_unreadable = False
+        """Whether the last failed attempt failed because it could not look for a version."""
         self._retry_at: float | None = None
         """Time of the next attempt to use ``failed_version``, or None to wait for a newer
         version."""
@@ -170,7 +173,7 @@ class FollowLoop(RetryLoop):
             version = self._wait_to_retry(newer_than, left_s, interrupt)
         if version is None:
             left_s = _time_until(deadline)
-            version = self._receiver.wait_for_version(newer_than, left_s, interrupt)
+            version = self._look(newer_than, left_s, interrupt)
         self._version = version if version is None or exactly is None else exactly
         if version is not None:
             # This attempt fulfills a call of `retry_now` during the wait. So if this attempt fails,
@@ -222,6 +225,7 @@ class FollowLoop(RetryLoop):
         # its space is free only once the file is unmapped.
         traceback.clear_frames(error.__traceback__)
         self.failed_version = version
+        self._is_unreadable, self._is_looking = self._is_looking, False
         self._retry_at = None if is_lasting else time.monotonic() + self.retry_s
         self._receiver.record.count(failures=1)
         problem_version = None if named is None or last_seen is None else last_seen.at(named)
@@ -234,13 +238,24 @@ class FollowLoop(RetryLoop):
         if self.failed_version is not None:
             # If the caller waits for one exact version, a newer one does not end the backoff.
             above = MAX_NUMBER if self._is_exact else max(self.failed_version, newer_than or 0)
-            return self._receiver.wait_for_version(above, left_s, interrupt)
-        if not interrupt.wait(left_s):
-            # The last attempt could not read the store. If reading works now, the failure is over:
-            # don't wait for a new version to find out, because none may come.
-            self._receiver.wait_for_version(None, 0.0)
+            return self._look(above, left_s, interrupt)
+        if not interrupt.wait(left_s) and self._is_unreadable:
+            # If reading the store works now, the failure is over: don't wait for a new version to
+            # find out, because none may come.
+            self._look(None, 0.0)
             self.used()
         return None
+
+    def _look(
+        self,
+        newer_than: int | None,
+        timeout_s: float | None,
+        interrupt: threading.Event | None = None,
+    ) -> int | None:
+        self._is_looking = True
+        version = self._receiver.wait_for_version(newer_than, timeout_s, interrupt)
+        self._is_looking = False
+        return version
 
 
 def _time_until(*times: float | None) -> float | None:

@@ -685,12 +685,36 @@ def test_a_garbled_pointer_that_was_lost_before_is_replaced(
             send(sender, up, 1, pattern=SMALL)
             proxy.inject(status(503), times=1 << 30, when=is_upload)
             bucket.delete(bucket.list(""))
-            until("the loss is told", lambda: "CURRENT is missing" in caplog.text)
+            # If the mirror looks during the deletion, it reports missing files instead.
+            until("the loss is told", lambda: "uploading the newest version again" in caplog.text)
             bucket.put(POINTER_OBJECT, b"garbled")
             proxy.heal()
             until("it is there", lambda: bucket.list("versions"))
             up.wait_until_current(TIMEOUT_S)
     assert newest_version(bucket).id.number == 1
+
+
+@pytest.mark.parametrize("has_lost", [True, False], ids=["lost file", "outage"])
+def test_an_idle_mirror_reports_a_problem_of_the_bucket_until_it_is_solved(
+    remote, proxy, bucket_url, bucket, timing, caplog, has_lost
+):
+    """Although the mirror can read its source: that alone is no recovery."""
+    timing.bucket_heartbeat_s = 0.1
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket_url) as up:
+        send(sender, up, 1, pattern=SMALL)
+        if has_lost:
+            proxy.inject(status(503), times=1 << 30, when=is_upload)
+            bucket.delete([newest_version(bucket).weights_file.name])
+        else:
+            proxy.inject(status(503), times=1 << 30, when=lambda request: True)
+        until("it is told", lambda: up.stats["failures"] > 0)
+        time.sleep(10 * timing.retry_max_s)
+        assert DoubleBuffer(remote).receivers()[0].problem is not None
+        assert "recovered" not in caplog.text
+        proxy.heal()
+        until("it is solved", lambda: DoubleBuffer(remote).receivers()[0].problem is None)
+        assert "recovered" in caplog.text
+        assert bucket.list("versions")
 
 
 def test_a_garbled_pointer_beside_records_of_nodes_is_replaced(remote, bucket):
