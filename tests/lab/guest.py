@@ -39,8 +39,6 @@ EXPORT = Path("/export")
 _DEVICE = "/dev/mapper/export"
 _CLONE_NEWUTS = 0x04000000
 _ONE_PAGE_CACHE = "1\n"
-LARGE = ("tests.lab.scenarios_sharded",)
-"""Modules that import half of torch."""
 
 
 class Guest:
@@ -225,7 +223,6 @@ class Running:
     """A scenario's process, and all that it starts."""
 
     def __init__(self, described: dict[str, Any]) -> None:
-        importlib.import_module(described["module"])  # once, and not in each process that is forked
         self.described = described
         self.name = f"{described['name']}-v{described['version']}"
         self._started = time.monotonic()
@@ -327,13 +324,10 @@ def _end_session(session: int) -> None:
 
 
 def run_all(queue: list[dict[str, Any]]) -> None:
-    """Quiet scenarios at once, others one by one beside them, disruptive ones when all are done.
-
-    Scenarios with large imports come last: a fork takes time for each page that was imported.
-    """
+    """Quiet scenarios at once, others one by one beside them, disruptive ones when all are done."""
     running = [Running(described) for described in queue if described["quiet"]]
     others = [described for described in queue if not described["quiet"]]
-    for described in sorted(others, key=lambda one: (one["module"] in LARGE, one["disruptive"])):
+    for described in sorted(others, key=lambda one: one["disruptive"]):
         _wait(running, at_most=0 if described["disruptive"] else len(running))
         alone = Running(described)
         while not alone.has_ended():
@@ -355,7 +349,7 @@ def main() -> None:
     """Run the queue; imports come first, and not in each of the many processes forked off this."""
     _do("dmesg --clear")  # of the boot
     queue = json.loads((LAB / "queue.json").read_text())
-    for module in dict.fromkeys(one["module"] for one in queue if one["module"] not in LARGE):
+    for module in dict.fromkeys(one["module"] for one in queue):
         importlib.import_module(module)
     for name in dbuffer.__all__:
         getattr(dbuffer, name)
