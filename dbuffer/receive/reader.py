@@ -80,7 +80,7 @@ class VersionVerifier:
 
     @contextlib.contextmanager
     def reporting_unreadable(self, opened: OpenVersion) -> Iterator[None]:
-        """Report in the receiver's record if a ``with`` block cannot read a version's deltas.
+        """Report in the receiver's record if a ``with`` block cannot read a version with deltas.
 
         A sender that sees this report publishes its next version in full.
         """
@@ -165,11 +165,15 @@ class VersionReader(VersionVerifier):
         self._in_memory = None
 
     def layout(self, opened: OpenStoreVersion) -> Layout:
-        try:
-            is_kept = self._is_rewritten(opened)
-            return self._map_kept(opened).layout if is_kept else opened.read_layout()
-        except StoreNotFoundError as error:
-            opened.wait_after_loss(error, self._patience)
+        kept = self._in_memory
+        if kept is not None and kept[0].layout_xxh3 == opened.manifest.layout_xxh3:
+            return kept[1].layout
+        with self.reporting_unreadable(opened):
+            try:
+                is_kept = self._is_rewritten(opened)
+                return self._map_kept(opened).layout if is_kept else opened.read_layout()
+            except StoreNotFoundError as error:
+                opened.wait_after_loss(error, self._patience)
 
     def read(self, opened: OpenStoreVersion, *, keep: bool = False) -> FileTensors:
         """Return all tensors of a version.

@@ -840,6 +840,22 @@ def test_after_damage_the_next_version_is_whole(store, sender, file, damage):
 
 
 @pytest.mark.usefixtures("network")
+def test_after_damage_to_the_layout_the_next_version_is_whole(store, sender):
+    early_target, late_target = SPARSE.empty(), SPARSE.empty()
+    with reader_of(store, "early") as early, reader_of(store, "late") as late:
+        publish(sender, 1, 2)
+        assert early.load_into(early_target) == 2
+        publish(sender, 3)
+        flip_bit(path_in(store, "anchor"), 8 * (manifest_of(store).layout_offset + 5))
+        assert early.load_into(early_target) == 3, "it has read this layout before"
+        with pytest.raises(dbuffer.StoreCorruptError, match="layout"):
+            late.load_into(late_target)
+        publish(sender, 4)
+        assert late.load_into(late_target) == early.load_into(early_target) == 4
+        assert SPARSE.version_of(late_target) == SPARSE.version_of(early_target) == 4
+
+
+@pytest.mark.usefixtures("network")
 @pytest.mark.timing(settle_s=0.01)
 def test_a_lost_delta_is_seen_by_the_sender_itself(store, sender):
     publish(sender, 1, 2, 3, 4, 5)
