@@ -48,11 +48,14 @@ SAFETENSORS_DTYPES = {
 }
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], None]]:
+def read_checkpoint(
+    path: Path, saved: Mapping[Path, FileState] | None = None
+) -> tuple[dict[str, LazyTensor], Callable[[], None]]:
     """Open a HuggingFace checkpoint directory, or a single safetensors file.
 
     Return the checkpoint's tensors, and a check. The check is a function that raises an
-    `InvalidWeightsError` if a file of the checkpoint was written or replaced after this call.
+    `InvalidWeightsError` if a file of the checkpoint was written or replaced after this call or, if
+    given, after the directory's files had the states ``saved``.
     """
     tensors: dict[str, LazyTensor] = {}
     file_of: dict[str, str] = {}
@@ -60,6 +63,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], Non
     states = {path / INDEX: state_of(path / INDEX)}
     files = checkpoint_files(path)
     states |= {file: state_of(file) for file in files}  # before any file is opened
+    if saved is not None:
+        states = {**dict.fromkeys(states), **saved}
     for file, names_in_file in files.items():
         for name, tensor in _open_safetensors(file, names_in_file):
             if name in tensors:

@@ -46,6 +46,9 @@ class Checkpoint:
     files: Mapping[Path, FileState]
     """State of each weights file, and of the index file if it exists."""
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     @property
     def metadata(self) -> dict[str, Any]:
         saved_at = max(state.modified_at for state in self.files.values())
@@ -94,7 +97,7 @@ class Checkpoint:
 def send_saved(
     directory: Path,
     store: DoubleBuffer,
-    send: Callable[[Path, dict[str, Any]], None],
+    send: Callable[[Checkpoint, dict[str, Any]], None],
     stop: threading.Event,
     *,
     count: int | None = None,
@@ -126,7 +129,7 @@ def send_saved(
                 continue
             try:
                 checkpoint.require_one_save(last)
-                send(checkpoint.path, checkpoint.metadata)
+                send(checkpoint, checkpoint.metadata)
             except InvalidWeightsError as error:
                 if checkpoint.has_changed:
                     continue  # the files were read in the middle of a save

@@ -192,8 +192,10 @@ class Describer:
     def _describe_other(self, weights: Any) -> Source:
         if isinstance(weights, str | os.PathLike):
             from dbuffer.weights.checkpoint import read_checkpoint
+            from dbuffer.weights.checkpoint_directory import Checkpoint
 
-            tensors, check = read_checkpoint(options.path("weights", weights))
+            saved = weights.files if isinstance(weights, Checkpoint) else None
+            tensors, check = read_checkpoint(options.path("weights", weights), saved)
             return self._describe_tensors(tensors, check=check)
         from dbuffer.weights.weight_source import SourceReader, is_weight_source, parameters_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,10 +120,10 @@ def publish(
         SenderOptions(**chosen).make_describer().describe(checkpoint)
         Contents(view).next_version(version)
 
-    def send(path: Path, metadata: dict[str, Any]) -> None:
-        with progress(f"publishing {path}", in_bytes=True) as on_bytes:
-            publication = sender.send(path, version=version, metadata=metadata, progress=on_bytes)
-        of = f", from {path}" if watch else ""
+    def send(saved: os.PathLike[str], metadata: dict[str, Any]) -> None:
+        with progress(f"publishing {os.fspath(saved)}", in_bytes=True) as on_bytes:
+            publication = sender.send(saved, version=version, metadata=metadata, progress=on_bytes)
+        of = f", from {os.fspath(saved)}" if watch else ""
         shared.show(publication, shared.describe_copy(publication) + of, as_json=as_json)
 
     with dbuffer.WeightSender(store, **chosen) as sender:
@@ -133,7 +134,7 @@ def publish(
 
         with shared.stopped_by_signals() as stop:
             send_saved(
-                checkpoint, view, lambda path, its: send(path, metadata | its), stop, count=count
+                checkpoint, view, lambda saved, its: send(saved, metadata | its), stop, count=count
             )
 
 

@@ -187,8 +187,8 @@ def test_a_checkpoint_that_is_saved_again_while_another_one_is_sent_is_waited_fo
     sent: list[tuple[int | None, Any]] = []
     with dbuffer.WeightSender(store) as sender:
 
-        def send(path: Path, metadata: dict[str, Any]) -> None:
-            sender.send(path, metadata=metadata)
+        def send(saved: Checkpoint, metadata: dict[str, Any]) -> None:
+            sender.send(saved, metadata=metadata)
             with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
                 number = SMALL.version_of(dict(sorted(snapshot.tensors.items())))
             sent.append((number, metadata["step"]))
@@ -200,6 +200,24 @@ def test_a_checkpoint_that_is_saved_again_while_another_one_is_sent_is_waited_fo
             save(out / f"checkpoint-{number}", number)
         send_saved(out, DoubleBuffer(store), send, threading.Event(), count=2)
     assert sent == [(1, 1), (3, 2)]
+
+
+def test_a_save_that_begins_after_the_last_look_is_waited_for(out, store):
+    """Its first file is there before the files are read, and the others after they were read."""
+    sent = []
+    with dbuffer.WeightSender(store) as sender:
+
+        def send(saved: Checkpoint, metadata: dict[str, Any]) -> None:
+            sent.append(saved)
+            if len(sent) == 1:
+                save_file(shards(2)[0], out / FILES[0])
+                threading.Timer(0.1, save, [out, 2]).start()
+            sender.send(saved, metadata=metadata)
+
+        save(out, 1)
+        send_saved(out, DoubleBuffer(store), send, threading.Event(), count=1)
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert SMALL.version_of(dict(sorted(snapshot.tensors.items()))) == 2
 
 
 def test_a_file_that_grows_is_waited_for(watch, out):
