@@ -212,7 +212,7 @@ class RankEndpoint:
             # After these errors, a retry would fail in the same way.
             is_final = isinstance(error, errors.UnsupportedError | errors.OptionError)
         try:
-            answers = rank.ranks.gather((problem, is_final), begins=True)
+            answers = rank.ranks.gather((problem, is_final))
             problems, finals = zip(*answers, strict=True)
             if any(problems):
                 kind = errors.UnsupportedError if any(finals) else errors.EngineUpdateError

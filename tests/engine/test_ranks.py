@@ -175,9 +175,11 @@ class UnevenRank(FakeRank):
 _state: list[tuple[FakeRank, RankReceiver]] = []
 
 
-def start(rank: int, store: Path) -> None:
-    mine = UnevenRank(ranks=ranks())
+def start(rank: int, store: Path, stop: bool = False) -> None:
+    mine = UnevenRank(ranks=ranks(TIMEOUT_S if stop else SOON_S))
     endpoint = RankEndpoint()
+    if rank == BAD and stop:
+        freeze()
     endpoint.begin(lambda: mine, options(store, NAME))
     _state.append((mine, endpoint.receiver))
 
@@ -205,6 +207,17 @@ def update(rank: int, version: int, stop_at: str = "") -> int | None:
 def look(rank: int) -> tuple[int | None, bool]:
     model, _ = _state[-1]
     return model.version, model.refuses is not None
+
+
+def test_ranks_that_one_kept_from_beginning_begin_again(world, store):
+    world.run(gather)
+    world.begin(start, store, True)
+    for rank in range(SIZE):
+        if rank != BAD:
+            assert f"rank {BAD} (process {world.ranks[BAD].pid}" in world.outcome(rank).message
+    world.ranks[BAD].signal(signal.SIGCONT)
+    assert "has given this step up" in world.outcome(BAD).message
+    world.run(start, store)
 
 
 @pytest.mark.timing(last_word_s=0.2)
