@@ -454,11 +454,12 @@ class Follower(Closing):
         Log a failure once: the engine then serves with the draft that it has.
         """
         draft = self._draft
-        if draft is None or self._state is not _SERVING:
+        if draft is None or self._owes_resume:
             return
         problem = None
         try:
-            if draft.is_ready():
+            draft._label_and_resume()  # noqa: SLF001 - an earlier attempt may have paused the engine
+            if self._state is _SERVING and draft.is_ready():
                 draft.sync(timeout_s=0.0, stop_event=stop_event)
         except errors.WaitTimeoutError:
             return  # a newer version came

@@ -5,6 +5,7 @@ As in `test_follower.py`, the engines are dictionaries of tensors with real `Ran
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 
@@ -93,6 +94,26 @@ def test_a_draft_that_cannot_be_loaded_leaves_the_target(scene, draft, drafts):
         until("it works", lambda: (follower.sync(), draft.version == 1)[1])
         assert draft.refuses is None
         assert scene.engine.serves == (1, "1")
+
+
+@pytest.mark.parametrize("ranks_follow", [True, False])
+def test_a_pause_of_the_draft_that_could_not_be_ended_is_ended_by_the_next_sync(
+    scene, draft, drafts, monkeypatch, ranks_follow
+):
+    engine = scene.engine
+    with scene.serving(is_server=True, draft_store=drafts.store) as follower:
+        drafts.send(SMALL.weights(1))
+        engine.failing_resumes = 1
+        until("it is paused", lambda: (follower.sync(), engine.paused)[1])
+        drafts.store.chmod(0o770)  # other users may write there
+        if not ranks_follow:
+            engine.endpoint.end()
+            monkeypatch.setattr(FakeRank, "make_check", lambda _: 1 / 0)
+            with pytest.raises(dbuffer.EngineUpdateError, match="ZeroDivisionError"):
+                follower.start()
+        with contextlib.suppress(dbuffer.EngineUpdateError):
+            follower.sync()
+        assert (engine.paused, draft.version) == (False, 1)
 
 
 def test_a_draft_sleeps_with_its_target(scene, draft, drafts):
