@@ -541,8 +541,13 @@ class RankReceiver:
             self._record.write(problem=problem)
 
     def write_records(self) -> None:
-        """Write this rank's records again, because the store may have been replaced by a copy."""
+        """Write this rank's records again, because the store may have been replaced by a copy.
+
+        Leave out the problem of an earlier request. SGLang passes on no answers, so that its
+        follower would take the problem for a refusal to follow.
+        """
         self._rank_record.write()
+        self._record.set(problem=self._state.broken, problem_version=None)
         self.acknowledge()
 
     def _show_engine(self) -> None:

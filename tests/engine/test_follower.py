@@ -684,6 +684,20 @@ def test_record_in_the_store_tells_the_outcome_if_no_answer_does(scene):
         assert (engine.serves, scene.recorded) == ((2, "2"), (2, {"step": 20}))
 
 
+@pytest.mark.parametrize(("failing_loads", "is_broken"), [(1, False), (3, True)])
+def test_problem_of_a_switch_is_no_refusal_to_follow_again(scene, failing_loads, is_broken):
+    """SGLang's follower learns from the engine's record whether the ranks refuse to follow."""
+    with scene.about_to_switch() as follower:
+        scene.engine.rank.failing_loads = failing_loads
+        with pytest.raises(dbuffer.DBufferError, match="this load fails"):
+            follower.sync()
+        follower.start()
+        record = DoubleBuffer(scene.store).receiver(scene.engine_id)
+        assert (record.is_broken, record.problem is not None) == (is_broken, is_broken)
+        assert record.problem_version is None
+        assert follower.sync().version == 2
+
+
 def test_engine_that_does_not_tell_how_an_attempt_ended_is_of_no_version_until_it_does(scene):
     """Its record goes on saying that version 1 is served, of the attempt before."""
     engine, lost = scene.engine, RuntimeError("a proxy says: it serves on")

@@ -128,6 +128,7 @@ def lose_weights(scene: Scene, store: Path) -> None:
             follower.sync()
         assert label(engine) == "unknown"
         engine.resume_memory_occupation(tags=["weights"])
+        follower.start()  # as a trainer that was restarted
         follower.sync()
         assert (greedy(engine), label(engine)) == (scene.expected[0], "1")
         others = [(name, tensor.detach()) for name, tensor in scene.weights[1].items()]
