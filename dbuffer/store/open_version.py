@@ -111,11 +111,17 @@ class OpenStoreVersion(OpenVersion):
         self.file.close()
 
     def is_unchanged(self) -> bool:
-        is_rewritable = not (self.manifest.is_final or places.is_kept(self.buffer))
-        return not is_rewritable or self.is_still_named()
+        if self.manifest.is_final or places.is_kept(self.buffer):
+            return True
+        # No writer overwrites the file of a version that is kept since it was opened.
+        kept_buffer = places.kept_buffer(self.manifest.id)
+        return self.is_still_named() or self._is_named_in(kept_buffer)
 
     def is_still_named(self) -> bool:
-        manifest = self.store.manifest(self.buffer)
+        return self._is_named_in(self.buffer)
+
+    def _is_named_in(self, buffer: str) -> bool:
+        manifest = self.store.manifest(buffer)
         return manifest is not None and (
             (manifest.writer, manifest.generation)
             == (self.manifest.writer, self.manifest.generation)

@@ -209,10 +209,10 @@ class BufferWriter:
                 self._keep_version(buffer, old)
             not_idle = {other_buffer(buffer): newest}
             file, name, earlier = None, None, None
-            if with_file and not self._keep and old is not None:
+            if old is not None:
                 # Don't overwrite a file that the deltas of the newest version start from.
                 if self.root / buffer / old.file not in self._retention.named_by(not_idle):
-                    file = self._reuse_file(buffer, old, layout)
+                    file = self._reuse_file(buffer, old, layout if with_file else None)
                 if file is not None:
                     undo.callback(self._close_file, self.root / buffer / old.file)
                     name, earlier = old.file, old.id
@@ -233,7 +233,10 @@ class BufferWriter:
             logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
     def _reuse_file(self, buffer: str, old: Manifest, layout: Layout | None) -> Descriptor | None:
-        """Lock the idle buffer's file and return it, or None if it cannot be overwritten."""
+        """Wait for readers of the idle buffer, then lock its file and return it.
+
+        Return None if the file cannot be overwritten. Its readers still lose the version.
+        """
         # Don't wait for readers of a file that is never rewritten. `Retention` removes the file.
         if self.medium.reaches_other_hosts or old.is_final:
             return None
@@ -244,7 +247,7 @@ class BufferWriter:
         is_fit = (
             not _has_second_name(file)  # a kept version's file: don't wait for its readers
             and self._lock_against_readers(file, buffer, old.version)
-            and self.medium.can_rewrite_in_place
+            and self.rewrites_files
             and old.state == "complete"
             and layout is not None
             and (old.layout_xxh3, old.file_bytes) == (layout.xxh3, layout.file_bytes)

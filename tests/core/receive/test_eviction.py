@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.store import kept
+from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import OTHER, SMALL, SPARSE, newest, patches_between, publish
 from tests.support.stores import assert_tidy, remove_store
 
@@ -68,6 +70,31 @@ def test_readers_of_files_that_are_never_rewritten_are_not_waited_for(
             assert SMALL.version_of(snapshot.tensors) == 1
         assert time.monotonic() - started < SOON_S
     assert "evicting" not in caplog.text
+
+
+def test_a_version_that_is_published_again_waits_for_readers_too(sender, receiver, caplog):
+    """It needs no room of theirs, but takes the buffer that they look at."""
+    publish(sender, 1)
+    with pytest.raises(dbuffer.SnapshotEvictedError), receiver.open():
+        publish(sender, 2)
+        sender.republish(2)
+    assert "evicting receiver" in caplog.text
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_a_reader_of_a_version_that_is_kept_meanwhile_is_not_evicted(store, sender, receiver, keep):
+    """It was pinned, or the next sender keeps versions."""
+    publish(sender, 1)
+    with receiver.open() as snapshot:
+        publish(sender, 2)
+        if keep is None:
+            kept.pin(DoubleBuffer(store), 1)
+        sender.close()
+        with dbuffer.WeightSender(store, keep=keep or 0, reader_timeout_s=2 * SOON_S) as later:
+            started = time.monotonic()
+            publish(later, 3)
+            assert time.monotonic() - started < SOON_S
+        assert SMALL.version_of(snapshot.tensors) == 1
 
 
 def test_an_error_in_the_block_goes_before_eviction(sender, receiver):
