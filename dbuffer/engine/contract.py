@@ -318,9 +318,9 @@ class EngineRank:
         raise NotImplementedError
 
     def draft_rank(self) -> EngineRank:
-        """Return this rank's draft model, as a rank whose model can follow a store of its own.
+        """Return an `EngineRank` for this rank's draft model, which follows a store of its own.
 
-        Raise :class:`UnsupportedError` if the engine has no such draft.
+        Raise :class:`UnsupportedError` if the engine has no draft model that can do this.
         """
         raise errors.UnsupportedError(
             "draft_store needs an engine with a draft model that can follow a store, and this "

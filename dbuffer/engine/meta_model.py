@@ -347,7 +347,7 @@ def _tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 
 def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """Return a tensor of the same kind, shape and attributes on another device."""
+    """Return a tensor on another device with the same class, shape, dtype and attributes."""
     data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     made = torch.Tensor._make_subclass(type(tensor), data, False)  # noqa: SLF001
     made.__dict__.update(tensor.__dict__)

@@ -155,9 +155,10 @@ class Planning:
                 self.enter(PlanState.MISSING)
 
     def is_alike(self, trace: LoadTrace) -> bool:
-        """Whether ``trace``, of another layout, loads all but a draft as this layout is loaded.
+        """Whether the target model (all but a draft) is loaded in the same way in ``trace``.
 
-        If not, loading such a version may change memory that this layout's copies do not write.
+        ``trace`` is of another layout. If it differs, a version of that layout may change memory
+        that this layout's copies do not write.
         """
         if trace is self.trace:
             return True

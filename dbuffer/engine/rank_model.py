@@ -434,7 +434,7 @@ class RankModel:
             self._plan_more(planning, mismatch, plan)
 
     def _plan_more(self, planning: Planning, mismatch: Mapping[str, str], plan: CopyPlan) -> None:
-        """Let the next plan make images (processed layers) of mismatched layers, or reload them."""
+        """Let the next plan make images of mismatched layers. If it cannot, it reloads them."""
         planning.drop()
         if self._packing is not None:
             derived = planning.derived | mismatch.keys()

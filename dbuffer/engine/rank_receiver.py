@@ -181,9 +181,9 @@ class RankReceiver:
 
         The engine must not be generating.
 
-        A follower's request names an attempt, and the follower later asks to write the engine's
-        record. For any other request, write the record at once. In place of an invalid request,
-        pass its error: all ranks then refuse the request.
+        If a follower made the request (``request.attempt`` is set), it asks later to write the
+        engine's record. For other requests, this method writes the record at once. In place of an
+        invalid request, pass its error: all ranks then refuse the request.
 
         Raises:
             OptionError: (a ``ValueError``) all ranks got an invalid request.

@@ -108,11 +108,11 @@ class StoreView:
     ) -> int | VersionId | None:
         """Return the version to switch to, or None if the engine is to keep its version.
 
-        Without options, the version to switch to is the newest that the engine does not skip, or
-        the version ``at_least`` if its number is higher. The option ``version`` allows only that
-        version. With the option ``until_done``, the engine keeps its version, unless the store has
-        forked, or ``at_least`` is above the engine's version. Raise an error if the version of the
-        option ``version`` is gone, or if the mirror has ended.
+        It is the newest version that the engine does not skip, or version ``at_least`` if that is
+        higher. The engine's options can change this: ``version`` allows only that version. With
+        ``until_done``, the engine keeps its version, unless the store has forked, or ``at_least``
+        is above the engine's version. Raise an error if the version of the option ``version`` is
+        gone, or if the mirror has ended.
         """
         if self._mirror is not None and (error := self._mirror.error) is not None:
             raise errors.EngineUpdateError(

@@ -138,8 +138,8 @@ def find_on_device(
 ) -> list[DeviceChanges]:
     """Compare two versions in a device's memory. Takes the arguments of `find_changes`.
 
-    Words between tensors should be equal in both versions: they count and are copied until
-    `encode_found` drops them.
+    This includes the padding between tensors, until `encode_found` drops it. So the padding should
+    be equal in both versions.
     """
     found: list[DeviceChanges] = []
     for start, end, width in _cut(layout, first_byte, first_byte + len(after), DEVICE_BYTES):

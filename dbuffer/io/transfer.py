@@ -173,7 +173,7 @@ class _SharedCopy:
         self._flat: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """Return the copy. Each slice calls this once."""
+        """Return the copy. Call this once for each slice."""
         with self._lock:
             flat = self._source.detach().reshape(-1) if self._flat is None else self._flat
             self._num_left -= 1

@@ -36,7 +36,7 @@ class CurrentRecord:
         self._bucket = bucket
         self._tag: Tag | None = None
         self.last: BucketVersion | None = None
-        """Record that was read or put last. It can be missing or damaged by now."""
+        """Last record that this process has read or put. The bucket may have lost it since."""
 
     def read(self) -> BucketVersion | None:
         """Return the record, or None if there is none. Download it only if it has changed."""

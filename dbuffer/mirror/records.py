@@ -83,7 +83,10 @@ class StoreRecords:
 
 
 class BucketRecords:
-    """Writer of a mirror's object in a bucket: the mirror's record and the relayed records."""
+    """Writer of a mirror's object in a bucket.
+
+    The object has the mirror's own record, and the records of receivers that the mirror relays.
+    """
 
     def __init__(self, bucket: Bucket, record: OwnRecord) -> None:
         self.name = bucket.url

@@ -223,9 +223,10 @@ class Retention:
         return files
 
     def _kept_versions(self) -> dict[str, Manifest | None]:
-        """Read the manifests of kept versions; None for a pinned version with a damaged manifest.
+        """Read the manifests of kept and pinned versions, by directory.
 
-        If a version was pinned while a writer was dropping it, restore the version's manifest.
+        The value is None if a pinned version's manifest is damaged. If a version was pinned while a
+        writer was dropping it, restore the version's manifest.
         """
         pinned: dict[str, Manifest | None] = {}
         for buffer in self.store.kept_directories():

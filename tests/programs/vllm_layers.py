@@ -69,18 +69,19 @@ INT8_STATIC = "int8, static inputs"
 ONLINE = "fp8, online"
 QUANTIZED: dict[str, Callable[[Path, int], Path]] = {
     ONLINE: lambda directory, seed: save_model("qwen3", seed, directory),
-    "fp8": save_float8,
     INT8_STATIC: lambda directory, seed: save_int8(directory, seed, static=True),
-    "int8": save_int8,
-    "int8, a scale a tensor": lambda directory, seed: save_int8(directory, seed, "tensor"),
 }
 HAS_AVX512 = torch.cpu._is_avx512_supported()
 if HAS_AVX512:  # else vLLM's CPU build has no kernel for weights of 4 bits
+    QUANTIZED["gptq"] = int4("gptq")
+if is_soak():
     QUANTIZED |= {
-        "gptq": int4("gptq"),
-        "awq": int4("awq"),
-        "int4": int4("compressed-tensors"),
+        "fp8": save_float8,
+        "int8": save_int8,
+        "int8, a scale a tensor": lambda directory, seed: save_int8(directory, seed, "tensor"),
     }
+    if HAS_AVX512:
+        QUANTIZED |= {"awq": int4("awq"), "int4": int4("compressed-tensors")}
 HAS_FP8_CACHES = HAS_AVX512 or torch.cpu._is_amx_tile_supported()
 
 MLP = "model.layers.0.mlp."

@@ -125,8 +125,8 @@ class LoadTrace:
     unused: tuple[str, ...] = ()
     """Descriptions of tensors that no loader has read, although the model may need them."""
     twins: Mapping[str, str] = field(default_factory=dict)
-    """Maps a published tensor that no loader has read to a tensor that it may duplicate: one of an
-    embedding or a head, with the same dtype and shape."""
+    """Possible duplicates: maps a published tensor that no loader has read to the embedding or head
+    with the same dtype and shape."""
 
     @property
     def refused(self) -> dict[str, str]:

@@ -35,7 +35,7 @@ Extracted: TypeAlias = dict[str, torch.Tensor | LazyTensor]
 
 
 def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """Return the tensors and extra state of a module, (nested) TensorDict or state dict by name."""
+    """Return the tensors and extra state, by name, of a module, TensorDict or state dict."""
     tensors, states = _collect(weights, extract_weights)
     return tensors | ({EXTRA_STATE: _packed(states)} if states else {})
 

@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerReceiver:
-    """Follows both stores of a worker in the background, and loads their newest versions.
+    """Loads the newest versions of a worker's two stores in the background.
+
+    One store has weights for all workers, and the other has weights for this worker only.
 
     Versions up to number ``earlier`` are skipped, because an earlier run (start of a sender)
     published them. After each load of a new version, when forward calls can run again, the receiver

@@ -66,7 +66,7 @@ class Exchange:
     calls: list[tuple[int, dict[int, list[Any]]]] = field(default_factory=list)
     """For each prompt: number of choices, and the version spans of complete choices by index."""
     is_search: bool = False
-    """Whether the engine's calls are steps of a beam search. Otherwise, each call is a prompt."""
+    """Whether each of :attr:`calls` is a step of a beam search. Otherwise, each is a prompt."""
 
     def noting(
         self, num_choices: int, outputs: AsyncGenerator[Any, None]
