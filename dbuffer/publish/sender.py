@@ -148,6 +148,7 @@ class WeightSender(Publisher):
         self._is_behind = True
         self._settle()
         with self._publishing():
+            self._is_behind = True  # again: the end of an earlier publish has reset it
             # Refuse bad input before anything is touched.
             number = self._writer.next_version(version)
             checked = checked_metadata(metadata)

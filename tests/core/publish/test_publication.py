@@ -186,6 +186,16 @@ def test_versions_come_in_the_order_in_which_they_were_sent(store):
         sender.send(WEIGHTS, wait=False)
 
 
+def test_patches_follow_no_refused_weights_that_waited_for_a_version_before(gate, store):
+    with dbuffer.WeightSender(store, delta=True) as sender:
+        sender.send(WEIGHTS, wait=False)
+        gate.open_in(0.1)
+        with pytest.raises(dbuffer.InvalidWeightsError):
+            sender.send({"a": object()})
+        with pytest.raises(dbuffer.VersionError, match="send all weights"):
+            sender.send_patches([])
+
+
 def at_line(number: int, action: Callable[[FrameType], None]) -> None:
     """Call ``action`` before the ``number``-th line that this thread comes to, of some.
 
