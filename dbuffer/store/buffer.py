@@ -16,6 +16,7 @@ from dbuffer import errors
 from dbuffer.format import places
 from dbuffer.format.lineage import (
     MAX_NUMBER,
+    VERSION_ID,
     Lineage,
     Relation,
     VersionId,
@@ -208,8 +209,9 @@ class DoubleBuffer:
 
         A version that a sender has dropped still has a directory while readers may need its files.
         """
-        directories = filesystem.list_matching(self.root / places.KEPT_DIRECTORY, "*")
-        return {places.kept_buffer(directory.name): directory for directory in directories}
+        paths = filesystem.list_matching(self.root / places.KEPT_DIRECTORY, "*/")
+        ours = [path for path in paths if VERSION_ID.fullmatch(path.name)]
+        return {places.kept_buffer(path.name): path for path in ours}
 
     def delta_bytes(self, versions: Iterable[VersionId]) -> int:
         """Return the total size of the delta files that lead to these versions.

@@ -60,7 +60,7 @@ from typing import NamedTuple
 
 from dbuffer.errors import DBufferError
 from dbuffer.format import places
-from dbuffer.format.lineage import Lineage
+from dbuffer.format.lineage import VERSION_ID, Lineage
 from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
@@ -205,7 +205,8 @@ class Retention:
         """
         marks = filesystem.list_matching(self.store.root / places.REFUSED_DIRECTORY, "*")
         forget_s = TIMING.forget_receivers_after_s
-        old = [path for path in marks if now_s - filesystem.touched_at(path) > forget_s]
+        ours = [path for path in marks if VERSION_ID.fullmatch(path.name)]
+        old = [path for path in ours if now_s - filesystem.touched_at(path) > forget_s]
         published = Contents(self.store).published(lost=True) if old else ()
         present = {str(manifest.id) for _, manifest in published}
         for path in old:

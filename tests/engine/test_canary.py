@@ -346,7 +346,8 @@ def test_old_marks_of_versions_that_are_gone_are_removed(shm_path):
             store.refuse(ids[-1], "was refused by canary")
     assert all(map(store.refusal, ids))
     week_ago = time.time() - 8 * 24 * 3600
-    for version in ids[1:]:
-        os.utime(store.root / "refused" / str(version), (week_ago, week_ago))
+    (other := store.root / "refused" / ".snapshot").mkdir()
+    for path in (other, *(store.root / "refused" / str(version) for version in ids[1:])):
+        os.utime(path, (week_ago, week_ago))
     with dbuffer.WeightSender(store.root):
         assert [store.refusal(version) is not None for version in ids] == [True, False, True, True]

@@ -192,6 +192,18 @@ def test_a_version_whose_place_is_taken_is_not_said_to_be_kept(store, keeper, ca
     assert not place.exists()
 
 
+def test_other_files_among_kept_versions_are_left_alone(store, keeper):
+    """As a backup puts them there; even one with the name of a version."""
+    others = [store / "kept" / ".snapshot", store / "kept" / f"{keeper.run}-9"]
+    for path in (*others, store / "kept" / "notes" / "mine"):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    publish(keeper, 4, 5)
+    assert readable(store, 5) == [3, 4, 5]
+    assert {path.name for path in store.glob("kept/*")} > {"notes", *(it.name for it in others)}
+    assert (store / "kept" / "notes" / "mine").exists()
+
+
 def test_a_snapshot_of_a_pinned_version_can_be_sent(store):
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
         publish(sender, 1)
