@@ -268,6 +268,7 @@ class WeightSender(Publisher):
 
         Raises:
             VersionError: the store does not hold the version.
+            OptionError, InvalidWeightsError: the version or the metadata is of a wrong kind.
             StoreCorruptError: the version was damaged after it was published.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
@@ -275,9 +276,12 @@ class WeightSender(Publisher):
         self._settle()
         with self._publishing():
             number = self._writer.next_version(None)
+            if not isinstance(version, VersionId):
+                options.whole_number("version", version)
+            added = checked_metadata(metadata)
             with self._writer.open_kept(version) as opened:
                 origin = {"republished_version": opened.manifest.version}
-                checked = checked_metadata(opened.manifest.metadata | dict(metadata or {}) | origin)
+                checked = checked_metadata(opened.manifest.metadata | added | origin)
                 layout = opened.read_layout()
                 is_hashed = opened.manifest.checksums_xxh3 is not None
                 if self._deltas is not None or opened.manifest.anchor or is_hashed != self._hashed:

@@ -157,6 +157,22 @@ def test_going_back_copies_nothing_and_needs_a_version_that_is_there(store, keep
     assert newest(store) == 10
 
 
+@pytest.mark.parametrize(
+    ("version", "metadata", "error"),
+    [
+        *[(version, None, dbuffer.OptionError) for version in ("1", None, True, 0, -1, 1.0)],
+        *[(1, metadata, dbuffer.InvalidWeightsError) for metadata in ([1], "text", 7)],
+    ],
+)
+def test_wrong_arguments_for_going_back_are_refused_at_once(
+    store, sender, version, metadata, error
+):
+    publish(sender, 1)
+    with pytest.raises(error):
+        sender.republish(version, metadata=metadata)
+    assert not list(store.glob("kept/*"))
+
+
 def test_damaged_versions_are_neither_kept_nor_published_again(store, keeper, caplog):
     pointer = DoubleBuffer(store).pointer()
     (store / other_buffer(pointer.buffer) / "manifest.json").write_bytes(b"")
