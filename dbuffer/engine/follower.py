@@ -230,7 +230,6 @@ class Follower(Closing):
             )
             draft._note("lost")  # noqa: SLF001 - until its next sync
         self._begin_ranks("follow the store", facts, options, was_paused=was_paused)
-        view.note_records()
         self._record = None
         self._adopt_and_label(view.engine_record())
         is_in_use = self._applied is not None and self._applied != self._done_with
@@ -294,7 +293,7 @@ class Follower(Closing):
             self._refresh_applied(view)
         if view is None or not self._is_certain or self._has_restarted(view):
             self.start()
-        elif view.has_lost_records():  # the store was replaced, or its ranks no longer follow it
+        elif view.has_lost_records():  # the store was replaced, or its ranks do not follow it
             doing, was_paused = "follow the store again", self._engine.is_paused()
             self._begin_ranks(
                 doing, view.facts, view.options, was_paused=was_paused, takes_over=False

@@ -81,7 +81,7 @@ class RankReceiver:
         self._mirror = options.start_mirror()
         receiver = options.make_receiver(rank_id(engine_id, self.ranks.rank))
         token = options.record_token
-        receiver.record.set(part_of=engine_id, token=token, is_ephemeral=True)
+        receiver.record.write(part_of=engine_id, token=token, is_ephemeral=True)
         self._rank_record = receiver.record
         # The engine's record, which only its first rank writes.
         self._record = RecordFile(receiver.store, engine_id)

@@ -44,6 +44,7 @@ class StoreView:
         self._receiver = options.make_receiver()
         self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
+        """Ids of the records that this view has read."""
         self._logged_fork: str | None = None
         self._choice: tuple[VersionId, Lineage | None] | None = None
         """Newest version seen, and the newest version that the engine does not skip."""
@@ -57,14 +58,11 @@ class StoreView:
 
     # Records of the engine and its ranks
 
-    def note_records(self) -> None:
-        """Note the engine's and ranks' records in the store, for :meth:`has_lost_records`."""
-        ids = (self.engine_id, *self._rank_ids)
-        self._seen |= {name for name in ids if self._record(name) is not None}
-
     def has_lost_records(self) -> bool:
-        """Whether records have vanished from the store, so that ranks must write them again."""
-        return any(self._record(name) is None for name in self._seen)
+        """Whether a store with a version lacks a record, so that ranks must begin again."""
+        ids = (self.engine_id, *self._rank_ids)
+        is_any_lost = any(self._record(name) is None for name in ids)
+        return is_any_lost and _readable_newest(self._store) is not None
 
     def engine_record(self) -> ReceiverRecord | None:
         """Return the record that the engine has written since its start, or None.
@@ -80,7 +78,10 @@ class StoreView:
         return None
 
     def _record(self, receiver_id: str) -> ReceiverRecord | None:
-        return self._store.record(receiver_id, self._token)
+        record = self._store.record(receiver_id, self._token)
+        if record is not None:
+            self._seen.add(receiver_id)
+        return record
 
     def _rank_records(self) -> dict[str, ReceiverRecord | None]:
         return {rank: self._record(rank) for rank in self._rank_ids}

@@ -518,6 +518,24 @@ def test_ranks_that_were_let_follow_no_store_follow_again(scene):
         assert scene.engine.serves == (2, "2")
 
 
+def test_ranks_that_could_not_begin_before_the_store_was_there_begin_later(
+    store, engine_id, caplog
+):
+    """SGLang's ranks write into the store that they could not begin, and return no answers."""
+    scene = Scene(store, engine_id, caplog)
+    engine = scene.engine
+    with scene.follower() as follower:
+        engine.call = lambda request: [None]
+        follower.start()
+        del engine.call
+        store.mkdir(mode=0o700)
+        assert follower.sync() is None
+        assert engine.endpoint.receiver is None, "to begin again pauses an SGLang server"
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(1))
+            assert follower.sync().version == engine.version == 1
+
+
 def fail_to_reserve() -> Any:
     raise RuntimeError("the connection is gone")
 
