@@ -145,8 +145,8 @@ def checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
                     f"{index} names {file!r}, which is outside the directory of the index"
                 )
             files_of.setdefault(path / file, []).append(name)
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise InvalidWeightsError(f"{index} is not the index of a checkpoint ({error})") from None
+    except (KeyError, TypeError, AttributeError, OSError, ValueError, RecursionError) as error:
+        raise InvalidWeightsError(f"{index} is not the index of a checkpoint ({error})") from error
     alone = path / "model.safetensors"
     if alone.is_file() and alone not in files_of:
         raise InvalidWeightsError(
@@ -171,7 +171,7 @@ def _open_safetensors(
             read = functools.partial(_read, path, file, start + first, num_bytes, dtype, shape)
             yield name, LazyTensor(dtype, shape, read)
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
-        raise InvalidWeightsError(f"cannot read {path}: {error}") from None
+        raise InvalidWeightsError(f"cannot read {path}: {error}") from error
 
 
 def _read_header(file: Descriptor) -> tuple[dict[str, Any], int]:
@@ -226,7 +226,7 @@ def _read(
     try:
         num_read = filesystem.read_into(file.number, start, as_bytes(data))
     except OSError as error:
-        raise InvalidWeightsError(f"cannot read {path}: {error}") from None
+        raise InvalidWeightsError(f"cannot read {path}: {error}") from error
     if num_read < num_bytes:
         raise _changed(path)
     return data.view(dtype).view(shape)

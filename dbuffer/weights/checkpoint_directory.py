@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dbuffer.errors import InvalidWeightsError
+from dbuffer.errors import InvalidWeightsError, StoreAccessError
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.trouble import RetryLoop
 from dbuffer.store.buffer import Contents, DoubleBuffer
 from dbuffer.weights.checkpoint import INDEX, FileState, checkpoint_files, state_of
 
@@ -111,7 +112,8 @@ def send_saved(
         directory: the directory to watch, which may not exist yet.
         store: store whose versions show which checkpoint was published last.
         send: function that publishes a checkpoint with the given metadata. If ``send`` raises an
-            `InvalidWeightsError`, the error is logged once.
+            `InvalidWeightsError`, the error is logged once. A checkpoint is tried again if a file
+            cannot be read, or if the store has no room or refuses access.
         stop: event that makes `send_saved` return.
         count: number of published checkpoints after which `send_saved` returns.
     """
@@ -120,6 +122,7 @@ def send_saved(
     published = [manifest.metadata for _, manifest in Contents(store).published()]
     last = max(map(order_of, published), default=order_of({}))
     problems: dict[Path, str] = {}
+    retries = RetryLoop(logger, failed=f"publishing checkpoints of {directory}: ", stop=stop)
     missing = "" if directory.exists() else ", which does not exist yet"
     logger.info("publishing each checkpoint that is saved into %s%s", directory, missing)
     while True:
@@ -130,13 +133,20 @@ def send_saved(
             try:
                 checkpoint.require_one_save(last)
                 send(checkpoint, checkpoint.metadata)
-            except InvalidWeightsError as error:
+            except (InvalidWeightsError, StoreAccessError) as error:
                 if checkpoint.has_changed:
                     continue  # the files were read in the middle of a save
-                if problems.get(checkpoint.path) != str(error):
+                due = math.inf
+                if isinstance(error, StoreAccessError) or isinstance(error.__cause__, OSError):
+                    with retries.attempt():  # which logs the error, and sets the backoff
+                        raise
+                    due = time.monotonic() + retries.retry_s
+                elif problems.get(checkpoint.path) != str(error):
                     logger.warning("%s is not published: %s", checkpoint.path, str(error))
-                problems[checkpoint.path] = str(error)
+                    problems[checkpoint.path] = str(error)
+                changes[checkpoint.path] = checkpoint, due
                 continue
+            retries.succeeded(f"publishing checkpoints of {directory}")
             last, num_sent = checkpoint.order, num_sent + 1
             problems.pop(checkpoint.path, None)
             if stop.is_set() or num_sent == count:
@@ -161,21 +171,20 @@ def _settled(
 ) -> tuple[list[Checkpoint], dict[Path, tuple[Checkpoint, float]]]:
     """Return checkpoints after ``last`` that have stopped changing, in the order of their saves.
 
-    A checkpoint is returned once, and again after each later change. The second result is a mapping
-    for the next call's ``before``. It maps each checkpoint after ``last`` to the time of its last
-    change, or to infinity if a checkpoint with this change was returned already.
+    The second result is a mapping for the next call's ``before``. It maps each checkpoint after
+    ``last`` to the time at which it is due: `Timing.settle_s` after its last change, unless
+    ``before`` has another time for it.
     """
     now = time.monotonic()
     settled, changes = [], {}
     for checkpoint in _checkpoints_in(directory):
         if checkpoint.order <= last:
             continue
-        same, since = before.get(checkpoint.path, (None, now))
-        since = since if same == checkpoint else now
-        if now - since >= TIMING.settle_s:
+        same, due = before.get(checkpoint.path, (None, 0.0))
+        due = due if same == checkpoint else now + TIMING.settle_s
+        if now >= due:
             settled.append(checkpoint)
-            since = math.inf
-        changes[checkpoint.path] = checkpoint, since
+        changes[checkpoint.path] = checkpoint, due
     return sorted(settled, key=lambda checkpoint: checkpoint.order), changes
 
 

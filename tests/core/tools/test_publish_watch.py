@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 import os
 import signal
 import threading
@@ -12,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -218,6 +222,28 @@ def test_a_save_that_begins_after_the_last_look_is_waited_for(out, store):
         send_saved(out, DoubleBuffer(store), send, threading.Event(), count=1)
     with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
         assert SMALL.version_of(dict(sorted(snapshot.tensors.items()))) == 2
+
+
+@pytest.mark.timing(retry_min_s=0.01, retry_max_s=0.01)
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [("preadv", errno.EIO), ("open", errno.EMFILE), ("posix_fallocate", errno.ENOSPC)],
+)
+def test_an_error_of_a_file_system_is_told_once_and_waited_out(caplog, out, store, call, number):
+    attempts = []
+    with dbuffer.WeightSender(store) as sender:
+
+        def send(saved: Checkpoint, metadata: dict[str, Any]) -> None:
+            attempts.append(saved)
+            fault = mock.patch.object(os, call, side_effect=OSError(number, os.strerror(number)))
+            with fault if len(attempts) < 3 else contextlib.nullcontext():
+                sender.send(saved, metadata=metadata)
+
+        save(out, 1)
+        send_saved(out, DoubleBuffer(store), send, threading.Event(), count=1)
+    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(attempts) == 3
+    assert ["; trying again" in told[0], "recovered" in told[1], len(told)] == [True, True, 2]
 
 
 def test_a_file_that_grows_is_waited_for(watch, out):
