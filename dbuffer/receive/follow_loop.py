@@ -140,6 +140,8 @@ class FollowLoop(RetryLoop):
         version."""
 
     def attempt(self) -> Self:
+        if self._version is not None and self.is_failing and self.error is None:
+            self._is_due = True  # the last attempt did not use its version
         self._version, self._used, self._is_exact = None, None, False
         self.has_forked = False
         return super().attempt()
@@ -179,6 +181,8 @@ class FollowLoop(RetryLoop):
             # This attempt fulfills a call of `retry_now` during the wait. So if this attempt fails,
             # the next attempt waits for the backoff.
             self._is_due = False
+        elif is_due and interrupt.is_set():
+            self._is_due = True  # the interrupted wait made no attempt
         return self._version
 
     def uses(self, version: int) -> None:

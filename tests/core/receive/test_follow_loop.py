@@ -74,6 +74,19 @@ def test_a_request_to_retry_is_not_kept_for_a_failure_that_comes_later(store, lo
     require_no_attempt(loop, 1)
 
 
+@pytest.mark.timing(retry_min_s=1000.0, retry_max_s=1000.0)
+@pytest.mark.parametrize("is_found", [False, True], ids=["interrupted", "not used"])
+def test_a_request_to_retry_is_kept_until_a_version_is_used(loop, is_found):
+    assert fail(loop, dbuffer.DBufferError("a passing problem")) == 1
+    loop.retry_now()
+    interrupt = threading.Event()
+    if not is_found:
+        interrupt.set()
+    assert wait(loop, None, interrupt=interrupt) == (1 if is_found else None)
+    assert fail(loop, dbuffer.DBufferError("a passing problem")) == 1
+    require_no_attempt(loop, None)
+
+
 def test_a_snapshot_that_was_evicted_is_no_failure(loop):
     fail(loop, dbuffer.SnapshotEvictedError("a writer took it"))
     assert (loop.error, loop.is_failing, loop.has_forked) == (None, False, False)
