@@ -392,7 +392,8 @@ Call = Literal[
 class RankRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Request to all ranks of an engine.
 
-    * ``begin``: follow the options' store, in place of any other store;
+    * ``begin``: follow the options' store, in place of any other store; answer with the engine's
+      record;
     * ``reserve``: keep the version that is ready until the next update; if it is not ready any
       more, answer an error;
     * ``update``: switch to a version, and answer with the engine's record;

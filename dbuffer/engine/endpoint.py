@@ -129,6 +129,7 @@ class RankEndpoint:
         match request:
             case RankRequest(call="begin", options=EngineOptions() as options):
                 self.begin(make_rank, options, takes_over=request.takes_over)
+                return self.following().engine_record
             case RankRequest(call="reserve", update=UpdateRequest() as update):
                 self.following().reserve(update)
             case RankRequest(call="update", update=UpdateRequest() as update):

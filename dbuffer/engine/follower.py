@@ -229,9 +229,10 @@ class Follower(Closing):
                 of_draft=True,
             )
             draft._note("lost")  # noqa: SLF001 - until its next sync
-        self._begin_ranks("follow the store", facts, options, was_paused=was_paused)
+        record = self._begin_ranks("follow the store", facts, options, was_paused=was_paused)
         self._record = None
-        self._adopt_and_label(view.engine_record())
+        # The record in the store is older if it could not be written. SGLang answers without it.
+        self._adopt_and_label(record or view.engine_record())
         is_in_use = self._applied is not None and self._applied != self._done_with
         view.is_kept = options.until_done and is_in_use
         if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:
@@ -318,7 +319,7 @@ class Follower(Closing):
         *,
         was_paused: bool | None,
         takes_over: bool = True,
-    ) -> None:
+    ) -> ReceiverRecord | None:
         """Make the ranks follow the store. Pause the engine meanwhile if ``facts`` require it."""
         with contextlib.ExitStack() as pause:
             if facts.begins_paused and (self._engine.has_own_pause or not was_paused):
@@ -326,7 +327,7 @@ class Follower(Closing):
                 pause.callback(self._resume)
                 with self._translating("pause"):
                     self._engine.pause("keep")
-            self._ask("begin", doing, options=options, takes_over=takes_over)
+            return self._ask("begin", doing, options=options, takes_over=takes_over)
 
     def _resume(self) -> None:
         self._engine.resume()

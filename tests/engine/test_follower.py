@@ -748,6 +748,7 @@ def test_engine_whose_store_is_full_switches_and_acknowledges_once_there_is_room
             patch.setattr(filesystem, "replace_file", full)
             assert follower.sync().version == 2
             assert scene.recorded == (1, {"step": 10})
+            follower.start()  # as after a restart of its program
             assert follower.sync() is None
             assert (scene.engine.serves, follower.has_applied(2)) == ((2, "2"), True)
         until("it acknowledges", lambda: scene.recorded == (2, {"step": 20}))

@@ -152,8 +152,9 @@ class OneRank:
         return capture_answer(lambda: self.endpoint.do(request, lambda: self.rank))
 
     def begin(self, **more: Any) -> RankReceiver:
-        assert self.ask(RankRequest("begin", options=self.options, **more)) is None
+        answer = self.ask(RankRequest("begin", options=self.options, **more))
         assert self.endpoint.receiver is not None
+        assert answer == self.endpoint.receiver.engine_record
         return self.endpoint.receiver
 
 
