@@ -52,8 +52,8 @@ from tests.support.stores import newest_version, number_in, receiver_records
 
 TRAINER = str(Path(__file__).with_name("vllm_server.py"))
 NUM_STREAMS = 6
-PUBLISHES = 200 if is_soak() else 40
-MIN_SWITCHES = 200 if is_soak() else 12
+PUBLISHES = 200 if is_soak() else 24
+MIN_SWITCHES = 200 if is_soak() else 6
 MAX_ROUNDS = 1000 if is_soak() else 10
 # Short, so that drained engines switch often; long, so that kept ones are switched on the way.
 NUM_TOKENS = {"wait": (3, 6, 9), "keep": (40, 70, 100), "abort": (3, 12, 60)}
