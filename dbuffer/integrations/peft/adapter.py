@@ -14,7 +14,7 @@ from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.weights.targets import ADAPTER_KEY
 
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of the ``init_lora_weights`` values that change the base model's weights."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import warnings
@@ -105,6 +106,31 @@ class TestSending:
         model, adapter = make_it()
         with pytest.raises(dbuffer.InvalidWeightsError, match=match):
             integration.send_adapter(sender, model, adapter=adapter)
+
+    def test_only_initializations_that_change_the_base_model_are_refused(self, sender):
+        from peft import LoraGAConfig, get_peft_model
+        from peft.tuners.lora import LoraLayer, corda, preprocess_loraga
+        from peft.tuners.lora import config as configs
+
+        more = {"lora_ga": LoraGAConfig(), "corda": configs.CordaConfig()}
+        # The adapter is computed from the base model's weights by these methods of peft.
+        of_layer = {name[:-5] for name in vars(LoraLayer) if name.endswith("_init")}
+        assert {*more, "loftq"} < of_layer
+        for init in of_layer - {"loftq"}:  # needs SciPy
+            base, x = torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.randn(16, 8)
+            before = base[0].weight.detach().clone()
+            options = {f"{init}_config": more[init]} if init in more else {}
+            config = lora(r=2, target_modules=["0"], init_lora_weights=init, **options)
+            if init == "corda":
+                corda.preprocess_corda(base, config, functools.partial(base, x))
+            if init == "lora_ga":
+                preprocess_loraga(base, config, base(x).square().mean().backward)
+            model = get_peft_model(base, config)
+            if torch.equal(model.base_model.model[0].base_layer.weight, before):
+                integration.send_adapter(sender, model)
+            else:
+                with pytest.raises(dbuffer.InvalidWeightsError, match="has changed the base"):
+                    integration.send_adapter(sender, model)
 
     def test_metadata_of_that_name_is_refused(self, sender):
         with pytest.raises(dbuffer.InvalidWeightsError, match="adapter_config"):
