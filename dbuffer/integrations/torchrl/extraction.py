@@ -148,7 +148,10 @@ def _plain(value: Any) -> Any:
 def _from_plain(marked: dict[str, Any]) -> Any:
     match marked:
         case {"tensor": [str(dtype), list(shape), str(data)], **rest} if not rest:
-            flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
+            decoded = bytearray(base64.b64decode(data))
+            if not decoded:  # `torch.frombuffer` refuses an empty buffer
+                return torch.empty(shape, dtype=DTYPES[dtype])
+            flat = torch.frombuffer(decoded, dtype=torch.uint8)
             return flat.view(DTYPES[dtype]).view(shape)
         case {"items": list(items), **rest} if not rest:
             return dict(items)

@@ -84,6 +84,7 @@ STATES = [
     {"mean": torch.ones(2), "count": torch.tensor(7)},
     {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}},
     [1, 2.5, "text", None, True, [torch.ones(2), [torch.zeros(1)]]],
+    {"none yet": torch.empty(0), "rows": torch.empty(0, 3, dtype=torch.int64)},
     {"empty": [], "nothing": None, "": torch.ones(1), 1: "one"},
 ]
 
