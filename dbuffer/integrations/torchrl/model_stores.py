@@ -101,9 +101,10 @@ class ModelPublisher:
         self, weights: Extracted, worker: int | None, workers: tuple[int, ...], is_initial: bool
     ) -> PublishedVersion:
         with self._lock:  # several threads can send
-            sender, version = self._sender(worker), self.last_version + 1
+            sender = self._sender(worker)
+            # A send that fails while it flips the version pointer has used up its number.
+            version = self.last_version = self.last_version + 1
             sender.send(weights, version=version, metadata={IS_INITIAL: is_initial})
-            self.last_version = version
         return sender, version, workers
 
     def shutdown(self) -> None:

@@ -26,7 +26,9 @@ from tensordict.nn import TensorDictSequential
 from torch import nn
 
 import dbuffer
+from dbuffer.format.places import POINTER_FILE
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.writer import BufferWriter
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.integrations.torchrl import parts
 from tests.support.children import Child
@@ -386,6 +388,24 @@ def ask(*workers: Child) -> list[float]:
     for worker in workers:
         worker.send("weight")
     return [worker.receive() for worker in workers]
+
+
+def test_a_send_that_failed_as_it_flipped_the_pointer_can_be_repeated(scheme, address, monkeypatch):
+    put = BufferWriter._put
+
+    def fill_the_disk(writer: BufferWriter, path: Path, record: Any) -> None:
+        if path.name == POINTER_FILE:
+            raise dbuffer.StoreFullError("no room is left")
+        put(writer, path, record)
+
+    begin(scheme, num_workers=0)
+    scheme.connect()
+    with monkeypatch.context() as patch:
+        patch.setattr(BufferWriter, "_put", fill_the_disk)
+        with pytest.raises(dbuffer.StoreFullError):
+            scheme.send()
+    scheme.send()
+    assert DoubleBuffer(address / "policy").pointer().version == 3
 
 
 def test_a_worker_does_not_miss_its_own_store(scheme, caplog):
