@@ -15,7 +15,7 @@ from torchrl.weight_update import WeightSyncScheme
 
 from dbuffer.errors import NotReadyError, OptionError, UnsupportedError
 from dbuffer.integrations.torchrl.base import DEFAULT_MODEL_ID, StoreScheme, Strategy, find_model
-from dbuffer.integrations.torchrl.extraction import Extracted, extract
+from dbuffer.integrations.torchrl.extraction import EXTRA_STATE, Extracted, extract
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.integrations.torchrl.loading import StagedVersion, is_on_meta, unshared
 from dbuffer.integrations.torchrl.model_stores import (
@@ -26,6 +26,7 @@ from dbuffer.integrations.torchrl.model_stores import (
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
 from dbuffer.publish.sender import WeightSender
 from dbuffer.runtime import options as checks
+from dbuffer.weights.named_tensors import own_tensors
 from dbuffer.weights.targets import Matcher
 
 logger = logging.getLogger(__name__)
@@ -200,6 +201,12 @@ class DoubleBufferSyncScheme(StoreScheme):
             staged.load(model, self._guard, Matcher())
 
     def _extract(self, weights: Any) -> Extracted:
+        model = self._trained_model()
+        if isinstance(weights, TensorDictBase) and isinstance(model, nn.Module):
+            # RayCollector makes a TensorDict of this model, without nested modules' extra state.
+            tensors = weights.exclude(EXTRA_STATE).values(include_nested=True, leaves_only=True)
+            if set(map(id, tensors)) == set(map(id, own_tensors(model))):
+                weights = model
         return extract(weights, self._strategy.extract_weights)
 
     # The worker's side.

@@ -390,6 +390,17 @@ def ask(*workers: Child) -> list[float]:
     return [worker.receive() for worker in workers]
 
 
+def test_extra_state_comes_with_tensors_of_the_schemes_model(scheme):
+    """RayCollector sends these tensors, without the extra state of modules inside the policy."""
+    source = TensorDictSequential(parts.StatefulPolicy(1.0, offset=0.5))
+    model = TensorDictSequential(parts.StatefulPolicy(1.0, offset=0.0))
+    with following(scheme, model, source):
+        fill(source, 2.0)
+        source[0].offset = torch.tensor(0.25)
+        scheme.send(parts.TensorDict.from_module(source))
+        assert (model[0].weight.item(), model[0].offset.item()) == (2.0, 0.25)
+
+
 def test_a_send_that_failed_as_it_flipped_the_pointer_can_be_repeated(scheme, address, monkeypatch):
     put = BufferWriter._put
 
