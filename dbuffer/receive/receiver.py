@@ -36,7 +36,7 @@ from dbuffer.receive.follow_loop import Followed, check_version
 from dbuffer.receive.reader import Snapshot, SnapshotTensors, VersionReader
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
-from dbuffer.runtime.trouble import log_once
+from dbuffer.runtime.trouble import TranslatedErrors, log_once
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, pointer_to
 from dbuffer.store.open_version import OpenStoreVersion, OvertakenError, open_newest, open_version
@@ -239,7 +239,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         reporting = self.reporting if is_reported else contextlib.nullcontext
         opened = None
         try:
-            with reporting(None):
+            with TranslatedErrors(self._unmap_lost), reporting(None):
                 opened = find()
             with contextlib.nullcontext() if opened is None else reporting(opened.manifest.id):
                 yield opened
@@ -453,18 +453,24 @@ class WeightReceiver(Followed, Closing, ProcessBound):
 
     def _look(self) -> int | None:
         self._check_open()
-        if not self._store.exists():
-            if self._pointer is not None:
-                raise errors.StoreNotFoundError(f"the store at {self.store} was removed")
-            self._note_wait()
-            return None
-        self._store.check()
-        pointer = self._store.newest_pointer(self._pointer)
+        with TranslatedErrors(self._unmap_lost):
+            if not self._store.exists():
+                if self._pointer is not None:
+                    raise errors.StoreNotFoundError(f"the store at {self.store} was removed")
+                self._note_wait()
+                return None
+            self._store.check()
+            pointer = self._store.newest_pointer(self._pointer)
         if pointer is None:
             self._note_wait()
             return None
         self._pointer = pointer
         return pointer.version
+
+    def _unmap_lost(self, error: BaseException) -> None:
+        """Unmap the weights files if the store was removed or replaced, to free their space."""
+        if isinstance(error, errors.StoreNotFoundError | errors.VersionRegressedError):
+            self.reader.unmap()
 
     def _note_wait(self) -> None:
         """Log once if the first look finds no store or version: the path may be mistyped."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -23,7 +24,7 @@ from dbuffer.tools.status import read_status
 from tests.support.children import Child
 from tests.support.damage import flip_bit, weights_file
 from tests.support.patterns import OTHER, SMALL
-from tests.support.stores import begin_watching, open_files
+from tests.support.stores import begin_watching, open_files, removed_but_mapped
 from tests.support.waiting import meanwhile
 
 SOON_S = 20.0
@@ -538,6 +539,23 @@ class TestStore:
         with dbuffer.WeightReceiver(store) as receiver:
             receiver.wait_for_version(timeout_s=0)
         assert sorted(store.rglob("*")) == before
+
+    @pytest.mark.parametrize("is_replaced", [False, True], ids=["removed", "replaced"])
+    @pytest.mark.parametrize("is_waiting", [False, True], ids=["load", "wait"])
+    def test_once_removed_it_takes_up_no_room(self, store, receiver, is_replaced, is_waiting):
+        target = weights_of(0)
+        with dbuffer.WeightSender(store) as sender:
+            for version in (1, 2):
+                sender.send(weights_of(version))
+                receiver.load_into(target)
+        shutil.rmtree(store)
+        assert len(removed_but_mapped(store)) == 2
+        if is_replaced:
+            with dbuffer.WeightSender(store) as sender:
+                sender.send(weights_of(1))
+        with pytest.raises((dbuffer.StoreNotFoundError, dbuffer.VersionRegressedError)):
+            receiver.wait_for_version(2) if is_waiting else receiver.load_into(target)
+        assert not removed_but_mapped(store)
 
 
 class TestLife:
