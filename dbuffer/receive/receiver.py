@@ -325,7 +325,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         is not acknowledged as applied. Needs the extra ``safetensors``.
 
         Args:
-            directory: directory to create. If it exists, it must be empty.
+            directory: directory to create. If it exists, it must be empty, and no mount point.
             version: number or id of a version in the store. Default: the newest version.
             draft: save the version's draft, instead of the model that it drafts for.
             model: checkpoint directory to copy the configuration and tokenizer from.
@@ -346,8 +346,10 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         path = options.directory("directory", directory)
         options.whole_number("shard_bytes", shard_bytes)
         beside = None if model is None else options.directory("model", model)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            options.refuse("directory", directory, "a new or an empty directory")
+        is_fixed = path.is_symlink() or path.is_mount()  # no directory can be renamed to it
+        if is_fixed or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
+            rule = "a new or an empty directory, not a mount point or a link: name one below it"
+            options.refuse("directory", directory, rule)
         filesystem.make_directory(path.parent, parents=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
             made = Path(scratch, "checkpoint")

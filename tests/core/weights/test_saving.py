@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import dbuffer
 from tests.support.children import Child
 from tests.support.patterns import assert_same
+from tests.support.stores import small_disk
 
 WEIGHTS = {
     "a.weight": torch.arange(6.0).view(2, 3),
@@ -124,13 +125,15 @@ def test_an_earlier_version_is_saved_by_its_number_or_id(store, tmp_path):
 def test_what_is_there_is_not_touched(store, tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
         with pytest.raises(dbuffer.WaitTimeoutError):
             receiver.save_pretrained(taken)
         sender.send(WEIGHTS)
         receiver.save_pretrained(taken)  # it was empty
         before = sorted(file.stat().st_mtime_ns for file in taken.iterdir())
-        for path in (taken, taken / "model.safetensors"):
+        for path in (taken, taken / "model.safetensors", tmp_path / "link"):
             with pytest.raises(dbuffer.OptionError, match="a new or an empty directory"):
                 receiver.save_pretrained(path)
         with pytest.raises(dbuffer.VersionError):
@@ -140,8 +143,19 @@ def test_what_is_there_is_not_touched(store, tmp_path):
         with pytest.raises(dbuffer.InvalidWeightsError, match="nowhere is not a directory"):
             receiver.save_pretrained(tmp_path / "other", model=tmp_path / "nowhere")
         assert sorted(file.stat().st_mtime_ns for file in taken.iterdir()) == before
-        assert {path.name for path in tmp_path.iterdir()} <= {"taken", "other", "store"}
+        assert {path.name for path in tmp_path.iterdir()} <= {"taken", "empty", "link", "store"}
         assert not (tmp_path / "other").exists()
+
+
+def test_an_empty_disk_is_refused(store, tmp_path):
+    with (
+        small_disk(tmp_path / "disk", 1 << 20) as disk,
+        dbuffer.WeightSender(store) as sender,
+        dbuffer.WeightReceiver(store) as receiver,
+    ):
+        sender.send(WEIGHTS)
+        with pytest.raises(dbuffer.OptionError, match="not a mount point"):
+            receiver.save_pretrained(disk)
 
 
 def save(connection: Any, store: Path, path: Path) -> None:
