@@ -342,6 +342,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
                 draft.
             SnapshotEvictedError: saving took longer than the sender waits; nothing was saved.
             StoreFullError, StoreAccessError: the checkpoint cannot be written.
+            UnsupportedError: a tensor's dtype does not exist in safetensors files.
         """
         path = options.directory("directory", directory)
         options.whole_number("shard_bytes", shard_bytes)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dbuffer.errors import InvalidWeightsError
+from dbuffer.errors import InvalidWeightsError, UnsupportedError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.io.tensors import DTYPES, as_bytes, new_memory
 from dbuffer.runtime.extras import needed_for
@@ -259,6 +259,12 @@ def write_checkpoint(
     if beside is not None and not beside.is_dir():
         raise InvalidWeightsError(
             f"{beside} is not a directory: pass the directory of a HuggingFace checkpoint"
+        )
+    dtypes = {DTYPES.get(name) for name in SAFETENSORS_DTYPES.values()}
+    if others := [name for name, tensor in tensors.items() if tensor.dtype not in dtypes]:
+        raise UnsupportedError(
+            f"safetensors has no dtype {tensors[others[0]].dtype}, so no checkpoint can hold "
+            f"{listed(others)}: publish their real and imaginary parts (torch.view_as_real)"
         )
     shards = list(_shards(tensors, shard_bytes))
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())

@@ -158,6 +158,14 @@ def test_an_empty_disk_is_refused(store, tmp_path):
             receiver.save_pretrained(disk)
 
 
+def test_a_dtype_that_safetensors_lacks_is_refused(store, tmp_path):
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        sender.send({"a": torch.ones(2, dtype=torch.complex128), "b": torch.ones(2)})
+        with pytest.raises(dbuffer.UnsupportedError, match=r"no dtype torch.complex128.* hold a:"):
+            receiver.save_pretrained(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+
+
 def save(connection: Any, store: Path, path: Path) -> None:
     with dbuffer.WeightReceiver(store) as receiver:
         connection.send(None)
