@@ -129,8 +129,8 @@ class MirrorObject(NamedTuple):
     """Content of a mirror's object in a bucket, as this process read the object last."""
 
     listed: Listed
-    changed_at: float
-    """Time on this host's monotonic clock when this process last saw a change of the object."""
+    changed_s: float
+    """Time on the reader's watch (`ReceiversOfBucket.watched_s`) at the object's last change."""
     records: list[ReceiverRecord]
     fault: str | None
     """Reason why the records cannot be decoded, or None if they were decoded."""
@@ -141,6 +141,10 @@ class ReceiversOfBucket:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
+        self._listed_at = time.monotonic()
+        self.watched_s = 0.0
+        """Time for which this reader has watched the bucket. A longer time between two listings
+        counts as one heartbeat: while a service is down, living mirrors cannot put records."""
         self.objects: dict[str, MirrorObject] = {}
         self.latest: dict[ReceiverKey, tuple[MirrorObject, ReceiverRecord]] = {}
         """Latest record of each receiver, with the object that holds the record."""
@@ -148,6 +152,8 @@ class ReceiversOfBucket:
     def receivers(self) -> list[ReceiverRecord]:
         """Return all receivers' records. Unchanged objects are not downloaded again."""
         listed = self._bucket.list(RECEIVERS_PREFIX)
+        before_s, self._listed_at = self._listed_at, time.monotonic()
+        self.watched_s += min(self._listed_at - before_s, TIMING.bucket_heartbeat_s)
         listed = {name: listed[name] for name in listed if is_of_receivers(name)}
         self.objects = {name: self.objects[name] for name in self.objects if name in listed}
         before = {name: read.listed.e_tag for name, read in self.objects.items()}
@@ -156,7 +162,7 @@ class ReceiversOfBucket:
         records = [(read, record) for read in self.objects.values() for record in read.records]
         # If a mirror was restarted with another id, its old and its new object can both hold a
         # receiver's record. The later record counts.
-        records.sort(key=lambda pair: (pair[1].updated_at, pair[0].changed_at))
+        records.sort(key=lambda pair: (pair[1].updated_at, pair[0].changed_s))
         self.latest = {_key_of(record): (read, record) for read, record in records}
         return self.last_read()
 
@@ -169,7 +175,7 @@ class ReceiversOfBucket:
         latest = self.latest.get(_key_of(record))
         if latest is None or record.has_ended:
             return False
-        return time.monotonic() - latest[0].changed_at < TIMING.bucket_presumed_dead_after_s
+        return self.watched_s - latest[0].changed_s < TIMING.bucket_presumed_dead_after_s
 
     def _read(self, name: str, listed: Listed) -> None:
         records, fault = list[ReceiverRecord](), None
@@ -183,7 +189,7 @@ class ReceiversOfBucket:
         else:
             assert read is not None  # noqa: S101 - only a read with a tag returns None
             records = read[0].records
-        self.objects[name] = MirrorObject(listed, time.monotonic(), records, fault)
+        self.objects[name] = MirrorObject(listed, self.watched_s, records, fault)
 
 
 class AcknowledgementRelay:
@@ -225,14 +231,21 @@ class AcknowledgementRelay:
     def _relay(self) -> None:
         # Find out which receivers have ended before reading the records: an ended receiver does not
         # change its record, so the record that is read now is its last.
-        ended = {_key_of(record) for record in self._records if not self._reader.may_live(record)}
+        may_live = self._reader.may_live
+        ended = {_key_of(record) for record in self._records if not may_live(record)}
         self._records = self._reader.receivers()
-        self._writer.write([_relayed(record, ended) for record in self._records])
+        # In a bucket, what was read now can show that a receiver lives after all.
+        self._writer.write(
+            [
+                _relayed(record, is_dead=_key_of(record) in ended and not may_live(record))
+                for record in self._records
+            ]
+        )
 
 
-def _relayed(record: ReceiverRecord, ended: Collection[ReceiverKey]) -> ReceiverRecord:
+def _relayed(record: ReceiverRecord, *, is_dead: bool) -> ReceiverRecord:
     record = replace(record, held=None, stats={}, is_relayed=True)
-    if record.has_ended or _key_of(record) not in ended:
+    if record.has_ended or not is_dead:
         return record
     # Change the time, because a sender ignores records that are unchanged since its start.
     updated_at = math.nextafter(record.updated_at, math.inf)

@@ -22,16 +22,21 @@ from prometheus_client import CollectorRegistry
 import dbuffer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import encode
-from dbuffer.format.objects import POINTER_OBJECT, FileObject, file_name, version_of
+from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.format.objects import (
+    POINTER_OBJECT,
+    FileObject,
+    file_name,
+    version_of,
+)
 from dbuffer.integrations import metrics
 from dbuffer.mirror import bucket as buckets
 from dbuffer.mirror.bucket import NUM_REQUESTS, Bucket
 from dbuffer.mirror.bucket_source import newest_version
 from dbuffer.mirror.bucket_target import KEEP_ANCHORS
 from dbuffer.mirror.mirror import Mirror, start_mirror
-from dbuffer.mirror.records import BucketRecords, ReceiversOfBucket
-from dbuffer.runtime.timing import Timing
+from dbuffer.mirror.records import AcknowledgementRelay, BucketRecords, ReceiversOfBucket
+from dbuffer.runtime.timing import TIMING, Timing
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
 from dbuffer.testing.patterns import Sparse
@@ -870,6 +875,25 @@ def test_a_reader_whose_mirror_died_has_ended(remote, local, bucket_url, far, ti
             child.kill()
         timing.bucket_heartbeat_s = 0.1
         until("it counts as dead", lambda: DoubleBuffer(remote).receiver("far").has_ended)
+
+
+@pytest.mark.timing(bucket_heartbeat_s=0.4)
+@pytest.mark.parametrize("is_node_cut_off", [False, True])
+def test_an_outage_of_the_bucket_ends_no_receiver(bucket, monkeypatch, is_node_cut_off):
+    worker, told = OwnRecord("worker"), list[list[ReceiverRecord]]()
+    node = BucketRecords(bucket, OwnRecord(f"mirror-node-{0:016}"))
+    node.write([worker.current])
+    relay = AcknowledgementRelay(ReceiversOfBucket(bucket), Mock(write=told.append))
+    until("it is relayed", lambda: told)
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, "list", Mock(side_effect=dbuffer.StoreAccessError("an outage")))
+        time.sleep(TIMING.bucket_presumed_dead_after_s)
+        if not is_node_cut_off:
+            node.write([worker.current])
+    num_before = len(told)
+    until("it is relayed again", lambda: len(told) > num_before)
+    relay.close()
+    assert not [record for records in told for record in records if record.has_ended]
 
 
 @pytest.mark.timing(retry_min_s=0.05, bucket_records_s=0.1)
