@@ -189,7 +189,13 @@ class ReceiversOfBucket:
         else:
             assert read is not None  # noqa: S101 - only a read with a tag returns None
             records = read[0].records
-        self.objects[name] = MirrorObject(listed, self.watched_s, records, fault)
+        age_s = 0.0
+        if name not in self.objects:
+            # The object can be old. But a living mirror has two heartbeats to put it again: this
+            # host's clock may be wrong, or the service was down until now.
+            age_s = min(time.time() - listed.put_at, 2 * TIMING.bucket_heartbeat_s)
+        changed_s = self.watched_s - max(0.0, age_s)
+        self.objects[name] = MirrorObject(listed, changed_s, records, fault)
 
 
 class AcknowledgementRelay:

@@ -25,8 +25,10 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.objects import (
     POINTER_OBJECT,
+    RECEIVERS_PREFIX,
     FileObject,
     file_name,
+    receivers_object,
     version_of,
 )
 from dbuffer.integrations import metrics
@@ -894,6 +896,22 @@ def test_an_outage_of_the_bucket_ends_no_receiver(bucket, monkeypatch, is_node_c
     until("it is relayed again", lambda: len(told) > num_before)
     relay.close()
     assert not [record for records in told for record in records if record.has_ended]
+
+
+def test_a_receiver_whose_record_is_old_has_ended_soon(bucket, monkeypatch):
+    """A reader that has just started gives a mirror two heartbeats to show life."""
+    names = [f"mirror-{name}-{0:016}" for name in ("old", "new")]
+    for name in names:
+        BucketRecords(bucket, OwnRecord(name)).write([])
+    listed = bucket.list(RECEIVERS_PREFIX)
+    old = receivers_object(names[0])
+    listed[old] = listed[old]._replace(put_at=time.time() - 3600)
+    monkeypatch.setattr(bucket, "list", lambda _: listed)
+    reader = ReceiversOfBucket(bucket)
+    records = sorted(reader.receivers(), key=lambda record: record.receiver)
+    assert [reader.may_live(record) for record in records] == [True, True]
+    reader.watched_s += 2 * TIMING.bucket_heartbeat_s
+    assert [reader.may_live(record) for record in records] == [True, False]
 
 
 @pytest.mark.timing(retry_min_s=0.05, bucket_records_s=0.1)
