@@ -149,8 +149,8 @@ def check_names(names: Collection[str]) -> None:
     if len(set(names)) != len(names):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)[:5]
         raise InvalidWeightsError(
-            f"several tensors would get the same name: {twice} (dbuffer removes the parts of names "
-            "that wrappers add, then applies rename)"
+            f"several tensors would get the same name: {twice}; rename all but one (dbuffer "
+            "removes the parts of names that wrappers add, then applies rename)"
         )
     for name in names:
         if not name.isascii() and json.loads(json.dumps(name)) != name:

@@ -20,9 +20,11 @@ from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, copy_one, flat_view
 from dbuffer.runtime.messages import listed
+from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.weights.lazy_tensor import LazyTensor
 from dbuffer.weights.named_tensors import (
     WeightsSpec,
+    by_name,
     clean_names,
     is_extra_state,
     is_made_of_others,
@@ -109,7 +111,8 @@ class Matcher:
                 dtype differs, or a tensor of the target cannot be written or overlaps another
                 tensor in memory. The message lists all differences.
         """
-        named = dict(_named_in(target))
+        with TranslatedErrors(_refuse_target):
+            named = dict(_named_in(target))
         if may_have_model(target):
             named = _as_published(target, named, layout)
         if (targets := self._match_like_before(target, named, layout, partial)) is not None:
@@ -171,7 +174,8 @@ def _match_each(
     target: Any, named: Mapping[str, Any], layout: Layout, *, partial: bool
 ) -> tuple[Match, list[int]]:
     """Return the match, and for each of ``Match.targets`` its position in ``named``."""
-    tensors = dict(zip(clean_names(named), named.values(), strict=True))
+    with TranslatedErrors(_refuse_target):
+        tensors = by_name(clean_names(named), named.values())
     unfit = _unfit(target, tensors)
     specs = [spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
     comparison = compare(layout, specs)
@@ -286,12 +290,14 @@ def _as_published(
     return converted if len(names & converted.keys()) > len(names & named.keys()) else named
 
 
+def _refuse_target(error: BaseException) -> None:
+    if isinstance(error, InvalidWeightsError):
+        raise WeightsMismatchError(f"this target cannot be filled: {error}") from error
+
+
 def _named_in(target: Any) -> Mapping[str, Any]:
     if is_tensordict(target):
-        try:
-            return tensordict_tensors(target)
-        except InvalidWeightsError as error:
-            raise WeightsMismatchError(f"this target cannot be filled: {error}") from error
+        return tensordict_tensors(target)
     if isinstance(target, nn.Module):
         return module_state(target)
     if isinstance(target, Mapping):

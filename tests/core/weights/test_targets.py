@@ -367,6 +367,13 @@ class TestOutOfReach:
                 "'_extra_state' .*dict",
             ),
             (quantised, plain_tensors, r"'0\._packed_params.dtype' .*dtype"),
+            (
+                lambda: nn.ModuleDict(
+                    {"a": nn.PReLU(), "_orig_mod": nn.ModuleDict({"a": nn.PReLU()})}
+                ),
+                lambda _: {"a.weight": torch.ones(1)},
+                r"same name: \['a.weight'\]",
+            ),
             (lambda: stack_of("w", "w"), lambda _: {"w": torch.ones(2, 2)}, "a lazy stack"),
             (masked, lambda _: {"w": torch.ones(2, 2)}, None),
             (lambda: Made({"w": torch.zeros(3)}), lambda _: {"w": torch.ones(3)}, "'w'"),
@@ -378,6 +385,7 @@ class TestOutOfReach:
         ],
         ids=[
             *("copies", "extra state that is a tensor", "extra state that is none", "quantised"),
+            "a name twice",
             *(
                 "a lazy stack",
                 "a part by a mask",
@@ -437,6 +445,7 @@ class TestStrictness:
         ("expanded", change("b", lambda t: t[:1].expand(5)), "expanded"),
         ("overlapping", change("a.w", lambda t: t.as_strided((2, 3), (1, 1))), r"a\.w"),
         ("sparse", change("b", lambda t: torch.zeros(5).bfloat16().to_sparse()), "'?b'?"),
+        ("a name twice", lambda target: target.update({"_orig_mod.b": target["b"]}), "same name"),
         ("another name", lambda target: target.update(d=target.pop("b")), "no b bfloat16.*'d'"),
     )
 
