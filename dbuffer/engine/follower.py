@@ -533,12 +533,14 @@ class Follower(Closing):
         record = self._ask("attest", "compare its weights")
         if record is not None:
             self._adopt_and_label(record)
-            self._report.attested(record)
 
     def _find_goal(self, view: StoreView, at_least: int | None = None) -> int | VersionId | None:
         goal = view.newer_than(self._applied, at_least)
         newest = None if goal is None else view.manifest_of(goal)
-        self._report.lag(self._applied, self.applied_metadata, goal, newest)
+        is_attested = self._record is not None and self._record.attested_at is not None
+        self._report.lag(
+            self._applied, self.applied_metadata, goal, newest, is_attested=is_attested
+        )
         return goal
 
     def is_ready(self, at_least: int | None = None) -> bool:

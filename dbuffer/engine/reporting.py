@@ -16,7 +16,7 @@ from typing import Any
 from dbuffer.engine.contract import Switch
 from dbuffer.errors import DBufferError
 from dbuffer.format.lineage import Lineage, VersionId, number_of
-from dbuffer.format.manifest import Lag, Manifest, ReceiverRecord, lag_between, step_in
+from dbuffer.format.manifest import Lag, Manifest, lag_between, step_in
 from dbuffer.runtime.extras import needed_for
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class FollowerReport:
         if version is None:
             self._set(version_available=None, **_NO_LAGS)
         if not is_engine_known:
-            self._set(version_applied=None, **_NO_LAGS)
+            self._set(version_applied=None, version_attested=None, **_NO_LAGS)
 
     def ended(self) -> None:
         self._set(following=0, version_available=None, **_NO_LAGS)
@@ -86,14 +86,9 @@ class FollowerReport:
             1e3 * switch.pause_s,
             switch.num_bytes / 1e6,
         )
-        self._set(version_attested=None)
         self._observe("stage_seconds", switch.stage_s)
         self._observe("pause_seconds", switch.pause_s)
         self._add("bytes", switch.num_bytes)
-
-    def attested(self, record: ReceiverRecord) -> None:
-        if record.attested_at is not None and record.applied is not None:
-            self._set(version_attested=record.applied.number)
 
     def lag(
         self,
@@ -101,6 +96,8 @@ class FollowerReport:
         metadata: Mapping[str, Any],
         goal: int | VersionId | None,
         goal_manifest: Manifest | None,
+        *,
+        is_attested: bool,
     ) -> None:
         """Report how far the engine is behind the ``goal``, the store's version to switch to."""
         version = 0 if applied is None else applied.id.number
@@ -113,6 +110,7 @@ class FollowerReport:
         self._set(
             version_available=newest,
             version_applied=version,
+            version_attested=version if is_attested else None,
             lag_versions=lag.versions,
             lag_steps=lag.steps,
             lag_seconds=age_s,

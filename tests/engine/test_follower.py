@@ -354,6 +354,10 @@ def test_follower_learns_what_the_ranks_found_of_their_weights(scene, differing)
         assert follower.sync() is None
         if not differing:
             assert engine.calls == calls + 1  # for its label, and no more
+        engine.endpoint.note_asleep(is_lost=True)
+        with pytest.raises(dbuffer.EngineBusyError):
+            follower.sync()
+        assert "version_attested" not in scene.metrics()
 
 
 def test_sleeping_engine_is_busy_and_is_not_resumed(scene):
