@@ -366,7 +366,7 @@ class VllmServer(EngineServer):
         return str(self._get("/weight_info", "weight_version"))
 
     def set_weight_version(self, label: WeightLabel) -> None:
-        self.request("POST", "/update_weight_version", json={"new_version": label.version})
+        self.request("POST", "/update_weight_version", json={"new_version": label.encode()})
 
 
 def is_one_of_several(target: Any) -> bool:

@@ -12,12 +12,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 import dbuffer
 from dbuffer.engine.contract import UNKNOWN_VERSION, WeightLabel
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.integrations.vllm import requests, responses
+from dbuffer.integrations.vllm.config import CALL
 from dbuffer.integrations.vllm.core import label_cores, tell_labels
 from dbuffer.integrations.vllm.middleware import FollowStore
 from dbuffer.integrations.vllm.requests import (
@@ -29,6 +31,7 @@ from dbuffer.integrations.vllm.requests import (
     values_by_name,
 )
 from dbuffer.integrations.vllm.responses import CURRENT, Exchange, observe, serve
+from dbuffer.integrations.vllm.vllm_engine import VllmServer
 
 RUN = "0123456789abcdef"
 SERVED = WeightLabel("7", RUN, {"step": 70})
@@ -431,10 +434,9 @@ def test_headers_say_whether_the_weights_were_compared(label, verified):
     assert headers_of(WeightLabel.decode(label.encode())).get("x-weight-verified") == verified
 
 
-def test_run_that_the_engine_gets_ready_begins_no_span():
-    """vLLM begins a span for each other label of its core; the core tells all of it if asked."""
-
+def labeled_core() -> Any:
     class EngineCore:
+        vllm_config = SimpleNamespace(weight_transfer_config=None)
         version = "default"
         attached: Any = None
 
@@ -447,14 +449,39 @@ def test_run_that_the_engine_gets_ready_begins_no_span():
         def _attach_weight_version(self, outputs: dict[int, Any]) -> None:
             raise NotImplementedError
 
+        def collective_rpc(self, method: str) -> None: ...
+
     label_cores(EngineCore)
-    core: Any = EngineCore()
+    return EngineCore()
+
+
+def test_run_that_the_engine_gets_ready_begins_no_span():
+    """vLLM begins a span for each other label of its core; the core tells all of it if asked."""
+    core = labeled_core()
     for label in (SERVED, GETS_NEXT_RUN):
         core.set_weight_version(label.encode())
         core._attach_weight_version({0: core})
         assert WeightLabel.decode(core.weight_version) == SERVED
         assert WeightLabel.decode(core.dbuffer_label()) == label
         assert core.version == "7"
+
+
+def test_label_of_weights_that_a_server_lost_meanwhile_is_ignored():
+    """Until the follower asks the workers, which tell it that their weights are unknown."""
+    core = labeled_core()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        core.set_weight_version(json.loads(request.content)["new_version"])
+        return httpx.Response(200, json={})
+
+    server = VllmServer("http://server:8000")
+    server.close()
+    transport = httpx.MockTransport(answer)
+    with httpx.Client(base_url=server.url, transport=transport) as server._client:
+        for method, version in ((CALL, "7"), ("reload_weights", UNKNOWN_VERSION), (CALL, "7")):
+            core.collective_rpc(method)
+            server.set_weight_version(SERVED)
+            assert core.get_weight_version() == version
 
 
 def test_an_adapter_that_cannot_be_closed_does_not_keep_others_open(caplog):
