@@ -97,11 +97,14 @@ class Exchange:
             # A beam search for one token calls the engine once, like a plain request. Its response
             # has more choices than the engine was called for.
             self.is_search |= len(choices) != sum(num_choices for num_choices, _ in self.calls)
+        # In a whole response, count the choices: in vLLM's batch of chats, all choices of one chat
+        # have the same index.
         with_fields = [
-            choice | {"weight_versions": self._spans_of(choice.get("index", 0))}
+            choice
+            | {"weight_versions": self._spans_of(choice.get("index", 0) if is_chunk else number)}
             if not is_chunk or choice.get("finish_reason") is not None
             else choice
-            for choice in choices
+            for number, choice in enumerate(choices)
         ]
         return {**body, "choices": with_fields}
 

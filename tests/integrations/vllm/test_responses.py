@@ -192,6 +192,14 @@ def test_fields_are_added_to_the_last_chunk_of_a_choice(step):
     assert [json.loads(event.removeprefix(b"data: ")) for event in told] == chunks
 
 
+def test_each_choice_in_a_batch_of_chats_has_its_own_spans():
+    """vLLM gives all choices of one chat the same index."""
+    exchange = Exchange(calls=[(2, {0: ["a"], 1: ["b"]}), (2, {0: ["c"], 1: ["d"]})])
+    body = {"choices": [{"index": chat} for chat in (0, 0, 1, 1)]}
+    choices = exchange.with_fields(body, is_chunk=False)["choices"]
+    assert [choice["weight_versions"] for choice in choices] == [["a"], ["b"], ["c"], ["d"]]
+
+
 @pytest.mark.parametrize("body", [b"null", b"[]", b'{"error": "x"}', b'{"choices": null}'])
 def test_json_without_choices_stays_as_it_is(body):
     app = answering([JSON], body, note=has_generated)
