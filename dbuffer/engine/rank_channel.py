@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from dbuffer.errors import RankFailedError
 from dbuffer.ranks.agreement import name_of, store_of_meeting, wait_for_lost
 from dbuffer.runtime.messages import first_line
+from dbuffer.runtime.options import MAX_SECONDS
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.liveness import Process
 
@@ -96,7 +97,7 @@ class RankChannel:
         # Use a thread: a call to torch's store hangs while the store's process is stopped.
         threading.Thread(target=exchange, name="dbuffer-ranks", daemon=True).start()
         try:
-            answers = result.get(timeout=self.timeout_s + _STORE_S)
+            answers = result.get(timeout=min(self.timeout_s + _STORE_S, MAX_SECONDS))
         except queue.Empty:
             answers = TimeoutError(f"no answer within {self.timeout_s:g} s")
         finally:
