@@ -54,10 +54,10 @@ _WHEN_RULE = (
 )
 
 Number = Annotated[Positive, Meta(description=f"a whole number from 1 to {MAX_NUMBER}")]
-_EngineId = Annotated[
-    ReceiverId, Meta(max_length=118, description="1 to 118 letters, digits, '.', '_' or '-'")
-]
-"""Type of an engine's id: a receiver's id, with room for the suffix of :func:`rank_id`."""
+_ENGINE_ID_RULE = "1 to 100 letters, digits, '.', '_' or '-'"
+_EngineId = Annotated[ReceiverId, Meta(max_length=118, description=_ENGINE_ID_RULE)]
+"""Type of an engine's id: a receiver's id, with room for the suffix of :func:`rank_id`. An id from
+a user also leaves room for the suffixes of a replica and of a draft."""
 
 
 def rank_id(engine_id: str, rank: int) -> str:
@@ -290,7 +290,9 @@ class EngineOptions:
                 f"{source} is {values!r:.500}, and must be an object with 'store' and, optionally, "
                 f"{', '.join(name for name in options if name != 'store')}"
             )
-        return cls(**values)
+        made = cls(**values)
+        _require(made, "engine_id", len(made.engine_id or "") <= 100, _ENGINE_ID_RULE)
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "every": [0, -1, 1.0, "10", True, None, [1], MAX_NUMBER + 1],
     "when": [{}, [], "step", 1, {"step": 0}, {"step": "1"}, {"step": True}, {"step": 1.0}, {1: 2}],
     "until_done": [0, 1, None, "true", "", []],
-    "engine_id": ["", "a/b", "../a", ".a", "-a", "a b", "a\n", "größe", "a" * 119, 1, True, ["a"]],
+    "engine_id": ["", "a/b", "../a", ".a", "-a", "a b", "a\n", "größe", "a" * 101, 1, True, ["a"]],
     "staging": ["", "MAP", "pinned", None, True, 1, ["map"], {}],
     "verify": ["", "yes", "Auto", None, 0, 1, 2, 0.0, 0.5, 1.0, [True], {}],
     "poll_interval_s": [0, -1, 0.0, math.inf, math.nan, "1", None, True, [1], 1j, TOO_LONG_S],
