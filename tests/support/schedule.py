@@ -17,6 +17,7 @@ GROUPS = {
         "tests/project/test_demo.py",
         "tests/integrations/atropos/test_atropos.py",
         "tests/integrations/lightrft/",
+        "tests/integrations/peft/test_sharded.py",
         "tests/integrations/torchrl/",
         "tests/integrations/trl/",
         "tests/integrations/verl/",

@@ -6,7 +6,6 @@ and what these do wrong, in a program that has the engines.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pickle
 import tempfile
@@ -16,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import dbuffer
+from dbuffer.integrations import torchrl as ours
 from tests.programs import torchrl_engines
 from tests.support.engines.tiny_models import make_model, make_tokenizer
 from tests.support.engines.vllm_engines import (
@@ -26,22 +28,6 @@ from tests.support.engines.vllm_engines import (
     observe,
 )
 from tests.support.soak import IN_SOAKS_ALONE
-
-with warnings.catch_warnings():
-    # torchrl warns of its own legacy classes, and of torch's, as it is imported.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    import torch
-    from torchrl.weight_update import llm as of_torchrl
-    from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
-
-    from dbuffer.integrations.torchrl import DoubleBufferSyncScheme
-
-import dbuffer
-from dbuffer.integrations.torchrl import (
-    VLLMDoubleBufferSyncScheme,
-    VLLMWeightSyncScheme,
-    get_model_metadata,
-)
 
 pytestmark = NEEDS_VLLM
 
@@ -57,18 +43,30 @@ CLASSES = [
     "VLLMWeightSender",
     "VLLMWeightReceiver",
 ]
-COLLECTORS = DoubleBufferSyncScheme.__name__
+COLLECTORS = "DoubleBufferSyncScheme"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def of_torchrl() -> Any:
+    """Import TorchRL's classes, and with them vLLM, but not as each process collects tests."""
+    with warnings.catch_warnings():
+        # torchrl warns of its own legacy classes, and of torch's, as it is imported.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torchrl.weight_update import llm
+
+        getattr(ours, COLLECTORS)
+    return llm
+
 
 # Without an engine.
 
 
-def ours(name: str) -> Any:
-    return getattr(importlib.import_module("dbuffer.integrations.torchrl"), name)
-
-
 def pair(name: str) -> tuple[Any, Any]:
     """Return our class of this name, and the installed TorchRL's whose place it takes."""
-    return ours(name), WeightSyncScheme if name == COLLECTORS else getattr(of_torchrl, name)
+    from torchrl.weight_update import llm
+    from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
+
+    return getattr(ours, name), WeightSyncScheme if name == COLLECTORS else getattr(llm, name)
 
 
 def methods(name: str) -> set[str]:
@@ -116,10 +114,10 @@ def test_properties_are_those_of_torchrl(name):
 
 @pytest.mark.parametrize("given", [{}, {"master_address": "here", "master_port": 12345}])
 @pytest.mark.parametrize("copied", [False, True])
-def test_attributes_are_those_of_torchrl(store, given, copied):
+def test_attributes_are_those_of_torchrl(store, of_torchrl, given, copied):
     arguments = {"gpus_per_replica": 2, "num_replicas": 3, "device": "cuda:1", **given}
     theirs = vars(of_torchrl.VLLMWeightSyncScheme(**arguments))
-    scheme = VLLMWeightSyncScheme(remote_addr=str(store), **arguments)
+    scheme = ours.VLLMWeightSyncScheme(remote_addr=str(store), **arguments)
     if copied:
         scheme = pickle.loads(pickle.dumps(scheme))
     assert {"master_address", "master_port", "strategy_name"} <= theirs.keys()
@@ -128,13 +126,13 @@ def test_attributes_are_those_of_torchrl(store, given, copied):
             value = None  # theirs is a free port; here there is nothing to listen for
         assert getattr(scheme, name) == value
     theirs = vars(of_torchrl.VLLMDoubleBufferSyncScheme(str(store), None, 2))
-    double = VLLMDoubleBufferSyncScheme(str(store), None, 2)
+    double = ours.VLLMDoubleBufferSyncScheme(str(store), None, 2)
     assert {name: getattr(double, name) for name in theirs} == theirs
 
 
 @pytest.fixture
-def scheme(store: Path) -> Iterator[VLLMDoubleBufferSyncScheme]:
-    made = VLLMDoubleBufferSyncScheme(str(store))
+def scheme(store: Path) -> Iterator[ours.VLLMDoubleBufferSyncScheme]:
+    made = ours.VLLMDoubleBufferSyncScheme(str(store))
     yield made
     made.shutdown()
 
@@ -150,8 +148,9 @@ def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(s
     sender.register_model(wrapper)
     sender.update_weights()
     received = transport.receive_weights()
-    assert received.keys() == get_model_metadata(model).keys() == get_model_metadata(wrapper).keys()
-    assert "model.embed_tokens.weight" in get_model_metadata(wrapper)
+    of_wrapper = ours.get_model_metadata(wrapper)
+    assert received.keys() == ours.get_model_metadata(model).keys() == of_wrapper.keys()
+    assert "model.embed_tokens.weight" in of_wrapper
     sender.shutdown()
     transport.close()
 
@@ -168,10 +167,10 @@ class Counting:
             self.published.append(receiver.wait_for_version(None, 0.0) or 0)
 
 
-@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
+@pytest.mark.parametrize("kind", ["VLLMDoubleBufferSyncScheme", "VLLMWeightSyncScheme"])
 def test_senders_from_registration_to_shutdown(kind, store, caplog):
     """Collectors advance after the write; one that cannot is logged. The store is given up."""
-    scheme = kind(remote_addr=str(store))
+    scheme = getattr(ours, kind)(remote_addr=str(store))
     sender, successor = scheme.create_sender(), scheme.create_sender()
     model = torch.nn.Linear(1, 1)
     sender.register_model(model)
@@ -210,7 +209,7 @@ class Adapted(torch.nn.Module):
 def test_adapters_are_merged(store):
     model = Adapted()
     before = model.base.weight.detach().clone()
-    scheme = VLLMDoubleBufferSyncScheme(str(store), strategy="state_dict")
+    scheme = ours.VLLMDoubleBufferSyncScheme(str(store), strategy="state_dict")
     sender = scheme.create_sender()
     sender.update_weights(model)
     sender.shutdown()
@@ -218,25 +217,25 @@ def test_adapters_are_merged(store):
     assert list(received.keys()) == ["0.weight"]
     assert torch.equal(received["0.weight"], before + 0.5)
     assert torch.equal(model.base.weight, before)
-    assert get_model_metadata(model) == {"0.weight": (torch.float32, torch.Size([2, 2]))}
+    assert ours.get_model_metadata(model) == {"0.weight": (torch.float32, torch.Size([2, 2]))}
 
 
 def test_metadata_is_that_of_torchrl():
     from torchrl.weight_update.llm import vllm_nccl
 
     model = make_model("qwen3", 1)
-    assert get_model_metadata(model) == vllm_nccl.get_model_metadata(model)
+    assert ours.get_model_metadata(model) == vllm_nccl.get_model_metadata(model)
 
 
 def test_collective_scheme_must_be_given_a_store():
     with pytest.raises(dbuffer.OptionError, match="remote_addr"):
-        VLLMWeightSyncScheme(master_address="localhost", master_port=1, num_replicas=2)
+        ours.VLLMWeightSyncScheme(master_address="localhost", master_port=1, num_replicas=2)
 
 
 @pytest.mark.parametrize("has_local", [False, True])
 def test_nothing_at_any_address_is_said_once(tmp_path, has_local, caplog):
     local = tmp_path / "local" / "store" if has_local else None
-    scheme = VLLMDoubleBufferSyncScheme(tmp_path / "remote" / "store", local)
+    scheme = ours.VLLMDoubleBufferSyncScheme(tmp_path / "remote" / "store", local)
     receiver = scheme.create_receiver("http://127.0.0.1:1")  # which need not answer yet
     assert [receiver.poll_and_apply(timeout) for timeout in (0.2, 0, 0)] == [False] * 3
     [line] = [message for message in caplog.messages if "no weights so far in" in message]
