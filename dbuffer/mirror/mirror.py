@@ -290,7 +290,7 @@ class Mirror(Closing, ProcessBound):
             elif retry.has_forked:
                 self._close_relay()
                 self.version = None
-            elif isinstance(self._target, StoreTarget) and self._target.is_removed():
+            elif self._is_target_removed():
                 logger.warning("%s was removed: making it again", self._target.name)
                 self._leave_target()
                 self.version = None
@@ -336,9 +336,16 @@ class Mirror(Closing, ProcessBound):
                 copied = target.copy(opened)
             except OvertakenError:
                 return None
+            except WriterSupersededError:
+                if self._is_target_removed():  # another mirror was elected in the new directory
+                    return None
+                raise
         source.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
         source.record.write(staged=copied.id)
         return copied
+
+    def _is_target_removed(self) -> bool:
+        return isinstance(self._target, StoreTarget) and self._target.is_removed()
 
     def _compare(self) -> None:
         """Set :attr:`version` to the newest version that need not be copied again, or to None."""

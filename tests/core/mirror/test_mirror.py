@@ -769,6 +769,20 @@ def test_one_of_three_is_elected_and_another_takes_over(remote, local):
         assert newest(local, verify=True) == 3
 
 
+@pytest.mark.timing(retry_min_s=0.05, retry_max_s=0.1)
+def test_one_stands_by_if_another_was_elected_in_the_store_made_anew(remote, local):
+    publish(remote, 1)
+    with quick(remote, local).start() as one, quick(remote, local).start() as other:
+        one.wait_until_current(TIMEOUT_S)
+        shutil.rmtree(local)
+        for version in (2, 3):
+            arrives(other, local, version - 1)
+            publish(remote, version)
+        arrives(other, local, 3)
+        until("the other stands by", lambda: not one.is_elected)
+        assert one.error is None
+
+
 def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote, local, shm_path):
     """At once, also while the network is away."""
     publish(remote, 1)
