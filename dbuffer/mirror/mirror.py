@@ -302,7 +302,7 @@ class Mirror(Closing, ProcessBound):
             self._source.record.rename(mirror_id(self._target.name))
             self.is_elected = True
             self._is_fit.set()
-        elif target.is_fit() and not self._is_fit.is_set():
+        elif not self._is_fit.is_set() and target.is_fit():
             logger.info("another mirror copies into %s: standing by", self._target.name)
             self._is_fit.set()
 

@@ -1148,3 +1148,13 @@ def test_requests_of_idle_mirrors(remote, local, proxy, bucket_url):
     assert kinds["list of records"] <= IDLE_S / IDLE_LIST_S + 1
     assert min(kinds.values()) >= 3
     assert max(each.sent_bytes for each in requests) < RECORD_BYTES
+
+
+def test_a_mirror_that_stands_by_makes_no_requests(remote, local, bucket_url):
+    with Way(remote, bucket_url, local) as way:
+        way.carry(1)
+        with mirror(bucket_url, local) as second:
+            assert not second.is_elected
+            before = second.requests
+            time.sleep(4 * TIMING.retry_min_s)
+            assert second.requests == before

@@ -824,7 +824,7 @@ def test_one_that_stands_by_takes_its_record_back(remote, local, monkeypatch):
         until("the first has told", lambda: problems() == [None])
         with quick(remote, local).start() as second:
             with monkeypatch.context() as patch:
-                patch.setattr(second._source, "newest", fail)
+                patch.setattr(second._target, "elect", fail)
                 until("the second has failed", lambda: len(problems()) == 2)
             until("only the first tells", lambda: len(problems()) == 1)
             assert not second.is_elected
