@@ -140,6 +140,8 @@ class Mirror(Closing, ProcessBound):
         self._check_at = 0.0
         self._is_fit = threading.Event()
         """Event that is set once the target has no version of an earlier start of the sender."""
+        self._has_start_failed = False
+        """Whether `start` has raised a WaitTimeoutError. The mirror goes on trying."""
         self._stop = threading.Event()
         self._starting = threading.Lock()
         """Lock that protects ``_stop`` and ``_thread``."""
@@ -190,6 +192,7 @@ class Mirror(Closing, ProcessBound):
             if problem is None:  # another mirror is copying, which may take long
                 deadline = time.monotonic() + limit_s
             elif time.monotonic() > deadline:
+                self._has_start_failed = True
                 raise WaitTimeoutError(f"receivers cannot use {self._target.name} yet: {problem}")
         return self
 
@@ -243,7 +246,7 @@ class Mirror(Closing, ProcessBound):
             # `run`, `start` and `wait_until_current` raise this error. If no caller waits in one of
             # these methods, only the log shows the error.
             self.error = error
-            if not is_awaited and self._is_fit.is_set():
+            if not is_awaited and (self._is_fit.is_set() or self._has_start_failed):
                 logger.exception("the mirror of %s has ended", self._source.store)
         finally:
             try:

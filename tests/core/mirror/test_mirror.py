@@ -997,6 +997,18 @@ def test_a_start_that_has_waited_in_vain_goes_on(remote, local, monkeypatch):
         assert one.error is None
 
 
+@pytest.mark.timing(retry_min_s=0.02)
+def test_the_end_of_a_mirror_after_a_start_in_vain_is_logged(remote, local, another, caplog):
+    publish(another, 1)
+    mirror_once(another, local)
+    with quick(remote, local) as one:
+        with pytest.raises(dbuffer.WaitTimeoutError, match="holds no version yet"):
+            one.start(0.1)
+        with dbuffer.WeightSender(local):
+            until("it has ended", lambda: one.error)
+    assert f"the mirror of {remote} has ended" in caplog.text
+
+
 def test_two_remote_stores_do_not_share_a_local_one(remote, local, another):
     """While the one's mirror is at work, the other's readers would be given its versions."""
     publish(remote, 50)
