@@ -233,6 +233,9 @@ class Follower(Closing):
         self._record = None
         # The record in the store is older if it could not be written. SGLang answers without it.
         self._adopt_and_label(record or view.engine_record())
+        if is_new and view.has_replaced(self._applied):
+            self._ask("forget", "leave a version of another run")
+            self._refresh_applied(view)
         is_in_use = self._applied is not None and self._applied != self._done_with
         view.is_kept = options.until_done and is_in_use
         if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:

@@ -104,6 +104,18 @@ class StoreView:
         if self.options.version is not None:
             self.newer_than(served_by(self.engine_record()))
 
+    def has_replaced(self, served: Lineage | None) -> bool:
+        """Whether the version of the option ``version`` is now of another run than ``served``.
+
+        If the store is started over, the engine stays on its version until a new follower begins.
+        """
+        if served is None or served.id.number != self.options.version:
+            return False
+        with contextlib.suppress(errors.VersionError):
+            is_kept = self.newer_than(None) in (None, served.id)
+            return self.options.forked == "follow" and not is_kept
+        return False
+
     def newer_than(
         self, served: Lineage | None, at_least: int | None = None
     ) -> int | VersionId | None:

@@ -206,6 +206,25 @@ def test_engine_stays_when_the_store_is_started_over(scene):
         assert scene.engine.serves == (2, "2")
 
 
+@pytest.mark.parametrize(("forked", "serves"), [("follow", (12, "2")), ("refuse", (2, "2"))])
+def test_follower_that_begins_takes_the_version_of_a_store_that_was_started_over(
+    scene, monkeypatch, forked, serves
+):
+    monkeypatch.setattr(scene.engine, "close", lambda: None)
+    scene.publish(1, 2, 3)
+    with scene.follower(version=2, forked=forked) as follower:
+        follower.sync()
+    remove_store(scene.store)
+    with dbuffer.WeightSender(scene.store) as sender:
+        for version in (11, 12):
+            sender.send(SMALL.weights(version))
+        for _ in range(2):
+            with scene.follower(version=2, forked=forked) as follower:
+                follower.sync()
+                assert (scene.engine.serves, follower.applied) == (serves, 2)
+        assert follower.has_applied(2) == (forked == "follow")
+
+
 def test_store_that_is_started_over_before_the_switch(scene):
     scene.publish(1, 2, 3)
     with scene.follower(version=2) as follower:
