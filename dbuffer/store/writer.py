@@ -56,7 +56,6 @@ from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import (
     Contents,
     DoubleBuffer,
-    other_buffer,
     parts_of,
     pointer_to,
     require_own_directory,
@@ -204,15 +203,12 @@ class BufferWriter:
             self._make_directories()
             contents = Contents(self.store)
             buffer = contents.idle_buffer
-            old, newest = contents.manifests[buffer], contents.manifests[other_buffer(buffer)]
+            old = contents.manifests[buffer]
             if self._keep and old is not None and contents.has_published(old):
                 self._keep_version(buffer, old)
-            not_idle = {other_buffer(buffer): newest}
             file, name, earlier = None, None, None
             if old is not None:
-                # Don't overwrite a file that the deltas of the newest version start from.
-                if self.root / buffer / old.file not in self._retention.named_by(not_idle):
-                    file = self._reuse_file(buffer, old, layout if with_file else None)
+                file = self._reuse_file(buffer, old, layout if with_file else None)
                 if file is not None:
                     undo.callback(self._close_file, self.root / buffer / old.file)
                     name, earlier = old.file, old.id
@@ -220,7 +216,7 @@ class BufferWriter:
             self.store.require_writer(self.record)
             marked = self._mark(buffer, version, contents.last_generation, name)
             path = self.root / buffer / marked.file
-            self._retention.sweep({**not_idle, buffer: marked}, version)
+            self._retention.sweep(contents.manifests | {buffer: marked}, version)
             if file is None and with_file:
                 file = self._make_file(path, 0 if layout is None else layout.file_bytes)
             undo.pop_all()
@@ -233,11 +229,12 @@ class BufferWriter:
             logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
     def _reuse_file(self, buffer: str, old: Manifest, layout: Layout | None) -> Descriptor | None:
-        """Wait for readers of the idle buffer, then lock its file and return it.
+        """Wait for readers of the idle buffer's file, then lock the file and return it.
 
-        Return None if the file cannot be overwritten. Its readers still lose the version.
+        Return None if the file cannot be overwritten. Its readers are evicted all the same.
         """
-        # Don't wait for readers of a file that is never rewritten. `Retention` removes the file.
+        # Don't wait for readers of a file that is never rewritten, such as an anchor. `Retention`
+        # removes the file.
         if self.medium.reaches_other_hosts or old.is_final:
             return None
         path = self.root / buffer / old.file
