@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dbuffer.errors import (
+    StoreAccessError,
     StoreCorruptError,
     StoreFullError,
     StoreNotFoundError,
@@ -219,9 +220,14 @@ class StoreTarget:
                 self._source.reader.verify(opened, layout, checksums)
             opened.require_unchanged()
             chain, delta_bytes = self._copy_deltas(opened, draft)
-            draft.commit(
-                manifest.metadata, checksums, published_at=manifest.published_at, chain=chain
-            )
+            described = {"published_at": manifest.published_at, "chain": chain}
+            try:
+                draft.commit(manifest.metadata, checksums, **described)
+            except StoreAccessError as error:
+                pointer = self.newest()
+                if pointer is None or pointer.id != manifest.id:
+                    raise
+                logger.warning("%s: %s", self.name, str(error))  # the version is published anyway
         return Publication.of(manifest.id, layout, started, delta_bytes or None)
 
     def _fill(self, draft: Draft, opened: OpenSourceVersion, remote: Layout) -> list[int] | None:
