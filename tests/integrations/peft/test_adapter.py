@@ -117,14 +117,17 @@ class TestSending:
         of_layer = {name[:-5] for name in vars(LoraLayer) if name.endswith("_init")}
         assert {*more, "loftq"} < of_layer
         for init in of_layer - {"loftq"}:  # needs SciPy
-            base, x = torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.randn(16, 8)
+            base = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            x = torch.randn(16, 8, requires_grad=True)
             before = base[0].weight.detach().clone()
             options = {f"{init}_config": more[init]} if init in more else {}
             config = lora(r=2, target_modules=["0"], init_lora_weights=init, **options)
             if init == "corda":
                 corda.preprocess_corda(base, config, functools.partial(base, x))
             if init == "lora_ga":
-                preprocess_loraga(base, config, base(x).square().mean().backward)
+                preprocess_loraga(
+                    base, config, lambda of=base, x=x: of(x).square().mean().backward()
+                )
             model = get_peft_model(base, config)
             if torch.equal(model.base_model.model[0].base_layer.weight, before):
                 integration.send_adapter(sender, model)
