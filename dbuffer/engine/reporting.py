@@ -71,6 +71,7 @@ class FollowerReport:
             self._set(version_available=None, **_NO_LAGS)
         if not is_engine_known:
             self._set(version_applied=None, version_attested=None, **_NO_LAGS)
+            self._set_run(None)
 
     def ended(self) -> None:
         self._set(following=0, version_available=None, **_NO_LAGS)
@@ -115,7 +116,9 @@ class FollowerReport:
             lag_steps=lag.steps,
             lag_seconds=age_s,
         )
-        run = None if applied is None else applied.id.run
+        self._set_run(None if applied is None else applied.id.run)
+
+    def _set_run(self, run: str | None) -> None:
         if RUN in self._families and run != self._run:
             for of_run, value in ((self._run, 0), (run, 1)):
                 if of_run is not None:

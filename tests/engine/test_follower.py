@@ -176,7 +176,7 @@ def test_server_that_dies_costs_a_look_a_retry_and_one_line(scene):
         assert follower.wait_applied(2, WAIT_S) == 2
     assert engine.serves == (2, "2")
     # Nobody knows what a server has that does not answer.
-    assert during["following"] == 0
+    assert during["following"] == during["run"] == 0
     assert not {"version_applied", "version_available", "lag_versions"} & set(during)
 
 
