@@ -45,6 +45,8 @@ class StoreView:
         self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
         """Ids of the records that this view has read."""
+        self._missed_at = time.monotonic()
+        """Time of the ranks' last begin. Records that they never wrote are lost some time later."""
         self._logged_fork: str | None = None
         self._choice: tuple[VersionId, Lineage | None] | None = None
         """Newest version seen, and the newest version that the engine does not skip."""
@@ -61,8 +63,15 @@ class StoreView:
     def has_lost_records(self) -> bool:
         """Whether a store with a version lacks a record, so that ranks must begin again."""
         ids = (self.engine_id, *self._rank_ids)
-        is_any_lost = any(self._record(name) is None for name in ids)
-        return is_any_lost and _readable_newest(self._store) is not None
+        missing = {name for name in ids if self._record(name) is None}
+        if not missing or _readable_newest(self._store) is None:
+            return False
+        if missing.isdisjoint(self._seen):
+            # Ranks may be about to write their first records, or NFS may show them later.
+            if time.monotonic() - self._missed_at < TIMING.rank_gone_s:
+                return False
+            self._missed_at = time.monotonic()
+        return True
 
     def engine_record(self) -> ReceiverRecord | None:
         """Return the record that the engine has written since its start, or None.

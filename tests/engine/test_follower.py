@@ -522,6 +522,7 @@ def test_ranks_that_were_let_follow_no_store_follow_again(scene):
         assert scene.engine.serves == (2, "2")
 
 
+@pytest.mark.timing(rank_gone_s=0.0)
 def test_ranks_that_could_not_begin_before_the_store_was_there_begin_later(
     store, engine_id, caplog
 ):
@@ -538,6 +539,20 @@ def test_ranks_that_could_not_begin_before_the_store_was_there_begin_later(
         with dbuffer.WeightSender(store) as sender:
             sender.send(SMALL.weights(1))
             assert follower.sync().version == engine.version == 1
+
+
+def test_ranks_that_began_before_the_store_was_there_need_not_begin_again(store, engine_id, caplog):
+    """Nor may they at each look, if NFS shows their records late: it pauses an SGLang server."""
+    scene = Scene(store, engine_id, caplog)
+    engine = scene.engine
+    with scene.follower() as follower:
+        follower.start()
+        begun, call = [], engine.call
+        engine.call = lambda request: begun.append(request.call) or call(request)
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(1))
+            assert follower.sync().version == engine.version == 1
+        assert "begin" not in begun
 
 
 def fail_to_reserve() -> Any:
