@@ -14,7 +14,7 @@ from dbuffer.engine.engine_options import EngineOptions, rank_id
 from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, number_of, relation
 from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.runtime.messages import described
-from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _READY_CHECK_MIN_S, _READY_CHECK_MAX_S = 0.002, 0.1
 """Shortest and longest pause between two reads of the ranks' records, while ranks are not ready.
 The pause grows with the time waited."""
+
+_BEGIN_PAUSE_MAX_S = 300.0
+"""Longest pause between two begins of ranks that write no records."""
 
 
 class StoreView:
@@ -45,8 +48,9 @@ class StoreView:
         self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
         """Ids of the records that this view has read."""
-        self._missed_at = time.monotonic()
-        """Time of the ranks' last begin. Records that they never wrote are lost some time later."""
+        self._begin_pauses_s = doubling(TIMING.rank_gone_s, _BEGIN_PAUSE_MAX_S)
+        self._begin_at = time.monotonic() + next(self._begin_pauses_s)
+        """Time after which ranks that have not written their records must begin again."""
         self._logged_fork: str | None = None
         self._choice: tuple[VersionId, Lineage | None] | None = None
         """Newest version seen, and the newest version that the engine does not skip."""
@@ -67,10 +71,11 @@ class StoreView:
         if not missing or _readable_newest(self._store) is None:
             return False
         if missing.isdisjoint(self._seen):
-            # Ranks may be about to write their first records, or NFS may show them later.
-            if time.monotonic() - self._missed_at < TIMING.rank_gone_s:
+            # Ranks may be about to write their first records, NFS may show them later, or ranks
+            # cannot write at all. A begin can pause the engine, so make it ever more rarely.
+            if time.monotonic() < self._begin_at:
                 return False
-            self._missed_at = time.monotonic()
+            self._begin_at = time.monotonic() + next(self._begin_pauses_s)
         return True
 
     def engine_record(self) -> ReceiverRecord | None:
@@ -120,9 +125,10 @@ class StoreView:
         """
         if served is None or served.id.number != self.options.version:
             return False
-        with contextlib.suppress(errors.VersionError):
-            is_kept = self.newer_than(None) in (None, served.id)
-            return self.options.forked == "follow" and not is_kept
+        # If the store cannot be read now, the engine stays on its version.
+        with contextlib.suppress(errors.DBufferError, OSError):
+            if self.options.forked == "follow":
+                return self.newer_than(None) not in (None, served.id)
         return False
 
     def newer_than(

@@ -555,6 +555,20 @@ def test_ranks_that_began_before_the_store_was_there_need_not_begin_again(store,
         assert "begin" not in begun
 
 
+@pytest.mark.timing(rank_gone_s=0.05)
+def test_ranks_that_cannot_write_records_begin_again_ever_more_rarely(store, engine_id, caplog):
+    scene = Scene(store, engine_id, caplog)
+    begun = []
+    scene.engine.call = lambda request: begun.append(request.call) or [None]
+    with scene.follower() as follower, dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        ends_at = time.monotonic() + 1.0
+        while time.monotonic() < ends_at:
+            with pytest.raises(dbuffer.WaitTimeoutError):
+                follower.sync(timeout_s=0.0)
+    assert 3 <= begun.count("begin") <= 6, "one each 0.05 s would be 20"
+
+
 def fail_to_reserve() -> Any:
     raise RuntimeError("the connection is gone")
 

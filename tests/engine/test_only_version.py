@@ -225,6 +225,23 @@ def test_follower_that_begins_takes_the_version_of_a_store_that_was_started_over
         assert follower.has_applied(2) == (forked == "follow")
 
 
+@pytest.mark.parametrize("forked", ["follow", "refuse"])
+def test_follower_that_begins_resumes_an_engine_although_its_store_is_damaged(
+    scene, monkeypatch, forked
+):
+    """A killed follower left it paused, and the engine has the version of the option."""
+    monkeypatch.setattr(scene.engine, "close", lambda: None)
+    scene.publish(1, 2)
+    scene.engine.is_server = True
+    with scene.follower(version=2) as follower:
+        follower.sync()
+    scene.engine.paused = True
+    (scene.store / "CURRENT").write_bytes(b"garbled")
+    with scene.follower(version=2, forked=forked) as follower:
+        follower.sync()
+        assert (scene.engine.serves, scene.engine.paused) == ((2, "2"), False)
+
+
 def test_store_that_is_started_over_before_the_switch(scene):
     scene.publish(1, 2, 3)
     with scene.follower(version=2) as follower:
