@@ -84,13 +84,18 @@ class VersionVerifier:
 
         A sender that sees this report publishes its next version in full.
         """
+        with self._reporting_damage(opened):
+            yield
+        self._record.set(unreadable=None)
+
+    @contextlib.contextmanager
+    def _reporting_damage(self, opened: OpenVersion) -> Iterator[None]:
         try:
             yield
         except UNDECODABLE:
             if opened.manifest.anchor is not None:
                 self._record.write(unreadable=opened.manifest.id)
             raise
-        self._record.set(unreadable=None)
 
     def apply_changes(
         self,
@@ -168,7 +173,7 @@ class VersionReader(VersionVerifier):
         kept = self._in_memory
         if kept is not None and kept[0].layout_xxh3 == opened.manifest.layout_xxh3:
             return kept[1].layout
-        with self.reporting_unreadable(opened):
+        with self._reporting_damage(opened):  # a readable layout does not show that deltas are
             try:
                 is_kept = self._is_rewritten(opened)
                 return self._map_kept(opened).layout if is_kept else opened.read_layout()

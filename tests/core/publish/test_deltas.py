@@ -856,6 +856,20 @@ def test_after_damage_to_the_layout_the_next_version_is_whole(store, sender):
 
 
 @pytest.mark.usefixtures("network")
+def test_a_delta_that_is_damaged_is_reported_until_it_is_read(store, sender):
+    """A load that fails before it reads deltas takes no report back."""
+    with reader_of(store, "reader") as reader:
+        publish(sender, 1, 2, 3)
+        flip_bit(path_in(store, "delta"), 8 * 100)
+        with pytest.raises(dbuffer.StoreCorruptError):
+            reader.load_into(SPARSE.empty())
+        with pytest.raises(dbuffer.WeightsMismatchError):
+            reader.load_into({"another": torch.zeros(1)})
+        publish(sender, 4)
+        assert reader.load_into(SPARSE.empty()) == 4
+
+
+@pytest.mark.usefixtures("network")
 @pytest.mark.timing(settle_s=0.01)
 def test_a_lost_delta_is_seen_by_the_sender_itself(store, sender):
     publish(sender, 1, 2, 3, 4, 5)
