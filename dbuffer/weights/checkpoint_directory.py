@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dbuffer.errors import InvalidWeightsError, StoreAccessError
+from dbuffer.errors import DBufferError, InvalidWeightsError, StoreAccessError
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop
@@ -119,8 +119,7 @@ def send_saved(
     """
     changes: dict[Path, tuple[Checkpoint, float]] = {}
     num_sent = 0
-    published = [manifest.metadata for _, manifest in Contents(store).published()]
-    last = max(map(order_of, published), default=order_of({}))
+    last = _newest_order(store)
     problems: dict[Path, str] = {}
     retries = RetryLoop(logger, failed=f"publishing checkpoints of {directory}: ", stop=stop)
     missing = "" if directory.exists() else ", which does not exist yet"
@@ -134,25 +133,43 @@ def send_saved(
                 checkpoint.require_one_save(last)
                 send(checkpoint, checkpoint.metadata)
             except (InvalidWeightsError, StoreAccessError) as error:
-                if checkpoint.has_changed:
-                    continue  # the files were read in the middle of a save
-                due = math.inf
-                if isinstance(error, StoreAccessError) or isinstance(error.__cause__, OSError):
-                    with retries.attempt():  # which logs the error, and sets the backoff
-                        raise
-                    due = time.monotonic() + retries.retry_s
-                elif problems.get(checkpoint.path) != str(error):
-                    logger.warning("%s is not published: %s", checkpoint.path, str(error))
-                    problems[checkpoint.path] = str(error)
-                changes[checkpoint.path] = checkpoint, due
-                continue
+                if _is_published(checkpoint, store):  # a later step failed, such as a flush
+                    logger.warning("%s", str(error))
+                elif checkpoint.has_changed:  # the files were read in the middle of a save
+                    continue
+                else:
+                    due = math.inf
+                    if isinstance(error, StoreAccessError) or isinstance(error.__cause__, OSError):
+                        with retries.attempt():  # which logs the error, and sets the backoff
+                            raise
+                        due = time.monotonic() + retries.retry_s
+                    elif problems.get(checkpoint.path) != str(error):
+                        logger.warning("%s is not published: %s", checkpoint.path, str(error))
+                        problems[checkpoint.path] = str(error)
+                    changes[checkpoint.path] = checkpoint, due
+                    continue
             retries.succeeded(f"publishing checkpoints of {directory}")
+            for other, due in changes.values():
+                if last < other.order < checkpoint.order and due < math.inf:
+                    message = "%s is not published: %s, a later checkpoint, was published first"
+                    logger.warning(message, other.path, checkpoint.path)
             last, num_sent = checkpoint.order, num_sent + 1
             problems.pop(checkpoint.path, None)
             if stop.is_set() or num_sent == count:
                 return
         if stop.wait(TIMING.settle_s / 2):
             return
+
+
+def _newest_order(store: DoubleBuffer) -> Order:
+    published = [manifest.metadata for _, manifest in Contents(store).published()]
+    return max(map(order_of, published), default=order_of({}))
+
+
+def _is_published(checkpoint: Checkpoint, store: DoubleBuffer) -> bool:
+    with contextlib.suppress(DBufferError, OSError):
+        return _newest_order(store) >= checkpoint.order
+    return False
 
 
 def order_of(metadata: Mapping[str, Any]) -> Order:

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import dbuffer
+from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import until
 from dbuffer.weights.checkpoint import INDEX
@@ -244,6 +245,44 @@ def test_an_error_of_a_file_system_is_told_once_and_waited_out(caplog, out, stor
     told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(attempts) == 3
     assert ["; trying again" in told[0], "recovered" in told[1], len(told)] == [True, True, 2]
+
+
+def test_a_checkpoint_whose_publish_failed_at_its_end_is_not_published_again(
+    caplog, out, store, monkeypatch
+):
+    sync_directory = filesystem.sync_directory
+
+    def fail_once(directory: Path) -> None:
+        if directory == store and (store / "CURRENT").exists():
+            monkeypatch.setattr(filesystem, "sync_directory", sync_directory)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync_directory(directory)
+
+    monkeypatch.setattr(filesystem, "sync_directory", fail_once)
+    save(out, 1)
+    with dbuffer.WeightSender(store, durable=True) as sender:
+
+        def send(saved: Checkpoint, metadata: dict[str, Any]) -> None:
+            sender.send(saved, metadata=metadata)
+
+        send_saved(out, DoubleBuffer(store), send, threading.Event(), count=1)
+    assert DoubleBuffer(store).pointer().version == 1
+    assert "version 1 is published, but" in caplog.text
+
+
+@pytest.mark.timing(retry_min_s=30.0)
+def test_a_checkpoint_that_a_later_one_overtakes_is_named(caplog, out, store):
+    with dbuffer.WeightSender(store) as sender:
+
+        def send(saved: Checkpoint, metadata: dict[str, Any]) -> None:
+            if metadata["step"] == 1:
+                save(out / "step-2", 2)
+                raise dbuffer.StoreFullError("no room is left")
+            sender.send(saved, metadata=metadata)
+
+        save(out / "step-1", 1)
+        send_saved(out, DoubleBuffer(store), send, threading.Event(), count=1)
+    assert f"{out}/step-1 is not published: {out}/step-2, a later checkpoint" in caplog.text
 
 
 def test_a_file_that_grows_is_waited_for(watch, out):
