@@ -144,14 +144,18 @@ def by_name(names: Collection[str], tensors: Iterable[_Value]) -> dict[str, _Val
     return dict(zip(names, tensors, strict=True))
 
 
-def check_names(names: Collection[str]) -> None:
-    """Refuse a repeated name, a name that JSON cannot represent, or a name reserved for drafts."""
+def check_unique(names: Collection[str]) -> None:
     if len(set(names)) != len(names):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)[:5]
         raise InvalidWeightsError(
             f"several tensors would get the same name: {twice}; rename all but one (dbuffer "
             "removes the parts of names that wrappers add, then applies rename)"
         )
+
+
+def check_names(names: Collection[str]) -> None:
+    """Refuse a repeated name, a name that JSON cannot represent, or a name reserved for drafts."""
+    check_unique(names)
     for name in names:
         if not name.isascii() and json.loads(json.dumps(name)) != name:
             raise InvalidWeightsError(

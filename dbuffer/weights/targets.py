@@ -24,7 +24,7 @@ from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.weights.lazy_tensor import LazyTensor
 from dbuffer.weights.named_tensors import (
     WeightsSpec,
-    by_name,
+    check_unique,
     clean_names,
     is_extra_state,
     is_made_of_others,
@@ -174,8 +174,10 @@ def _match_each(
     target: Any, named: Mapping[str, Any], layout: Layout, *, partial: bool
 ) -> tuple[Match, list[int]]:
     """Return the match, and for each of ``Match.targets`` its position in ``named``."""
+    names = clean_names(named)
     with TranslatedErrors(_refuse_target):
-        tensors = by_name(clean_names(named), named.values())
+        check_unique(names)
+    tensors = dict(zip(names, named.values(), strict=True))
     unfit = _unfit(target, tensors)
     specs = [spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
     comparison = compare(layout, specs)

@@ -135,3 +135,11 @@ def test_a_function_knows_no_ties(sender, receiver):
     sender.send({"head": tied, "embed": tied})  # now it would be given "head" only
     with pytest.raises(WeightsMismatchError, match="'embed' of version 1"):
         receiver.load_into(lambda pairs: seen.update(pairs), partial=True)
+
+
+def test_a_target_may_have_the_names_of_a_draft(sender, receiver):
+    """As a snapshot of a version with a draft has them."""
+    sender.send({"a": torch.ones(2)})
+    target = {"a": torch.zeros(2), "__draft__.b": torch.zeros(1)}
+    assert receiver.load_into(target, partial=True) == 1
+    assert torch.equal(target["a"], torch.ones(2))
