@@ -148,10 +148,9 @@ def _plain(value: Any) -> Any:
 def _from_plain(marked: dict[str, Any]) -> Any:
     match marked:
         case {"tensor": [str(dtype), list(shape), str(data)], **rest} if not rest:
-            decoded = bytearray(base64.b64decode(data))
-            if not decoded:  # `torch.frombuffer` refuses an empty buffer
-                return torch.empty(shape, dtype=DTYPES[dtype])
-            flat = torch.frombuffer(decoded, dtype=torch.uint8)
+            # `torch.frombuffer` refuses an empty buffer, so append a byte, and leave it out.
+            decoded = bytearray(base64.b64decode(data)) + b"\0"
+            flat = torch.frombuffer(decoded, dtype=torch.uint8)[:-1]
             return flat.view(DTYPES[dtype]).view(shape)
         case {"items": list(items), **rest} if not rest:
             return dict(items)

@@ -202,12 +202,15 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     def _extract(self, weights: Any) -> Extracted:
         model = self._trained_model()
+        extracted = extract(weights, self._strategy.extract_weights)
         if isinstance(weights, TensorDictBase) and isinstance(model, nn.Module):
             # RayCollector makes a TensorDict of this model, without nested modules' extra state.
             tensors = weights.exclude(EXTRA_STATE).values(include_nested=True, leaves_only=True)
             if set(map(id, tensors)) == set(map(id, own_tensors(model))):
-                weights = model
-        return extract(weights, self._strategy.extract_weights)
+                of_model = extract(model, self._strategy.extract_weights)
+                if extracted.keys() <= of_model.keys():  # else the caller has renamed tensors
+                    return of_model
+        return extracted
 
     # The worker's side.
 

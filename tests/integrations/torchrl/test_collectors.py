@@ -401,6 +401,15 @@ def test_extra_state_comes_with_tensors_of_the_schemes_model(scheme):
         assert (model[0].weight.item(), model[0].offset.item()) == (2.0, 0.25)
 
 
+def test_tensors_of_the_schemes_model_keep_names_that_were_given(scheme, address):
+    source = nn.ModuleDict({"actor": nn.Linear(1, 1)})
+    begin(scheme, source, num_workers=0)
+    scheme.connect()
+    scheme.send(parts.TensorDict.from_module(source["actor"]))
+    with dbuffer.WeightReceiver(address / "policy") as receiver, receiver.open() as snapshot:
+        assert snapshot.tensors.keys() == {"weight", "bias"}
+
+
 def test_a_send_that_failed_as_it_flipped_the_pointer_can_be_repeated(scheme, address, monkeypatch):
     put = BufferWriter._put
 

@@ -158,7 +158,8 @@ class Harmful:
 
 def test_bytes_that_are_no_such_state_are_refused():
     harmful = torch.frombuffer(bytearray(pickle.dumps(Harmful())), dtype=torch.uint8)
-    for packed in (harmful, torch.zeros(8, dtype=torch.uint8)):
+    short = torch.frombuffer(bytearray(b'{"tensor": ["float32", [3], ""]}'), dtype=torch.uint8)
+    for packed in (harmful, short, torch.zeros(8, dtype=torch.uint8)):
         with pytest.raises(StoreCorruptError, match="invalid extra state"):
             unpacked(packed)
 
