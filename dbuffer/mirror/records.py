@@ -143,8 +143,8 @@ class ReceiversOfBucket:
         self._bucket = bucket
         self._listed_at = time.monotonic()
         self.watched_s = 0.0
-        """Time for which this reader has watched the bucket. A longer time between two listings
-        counts as one heartbeat: while a service is down, living mirrors cannot put records."""
+        """Seconds that this reader has watched the bucket. A pause between two listings counts as
+        one heartbeat at most: while the service is down, living mirrors cannot put records."""
         self.objects: dict[str, MirrorObject] = {}
         self.latest: dict[ReceiverKey, tuple[MirrorObject, ReceiverRecord]] = {}
         """Latest record of each receiver, with the object that holds the record."""
@@ -240,7 +240,7 @@ class AcknowledgementRelay:
         may_live = self._reader.may_live
         ended = {_key_of(record) for record in self._records if not may_live(record)}
         self._records = self._reader.receivers()
-        # In a bucket, what was read now can show that a receiver lives after all.
+        # A record that was read just now can show that a bucket's receiver lives after all.
         self._writer.write(
             [
                 _relayed(record, is_dead=_key_of(record) in ended and not may_live(record))

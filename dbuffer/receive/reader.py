@@ -173,7 +173,7 @@ class VersionReader(VersionVerifier):
         kept = self._in_memory
         if kept is not None and kept[0].layout_xxh3 == opened.manifest.layout_xxh3:
             return kept[1].layout
-        with self._reporting_damage(opened):  # a readable layout does not show that deltas are
+        with self._reporting_damage(opened):  # deltas can still be damaged
             try:
                 is_kept = self._is_rewritten(opened)
                 return self._map_kept(opened).layout if is_kept else opened.read_layout()

@@ -542,7 +542,7 @@ def test_ranks_that_could_not_begin_before_the_store_was_there_begin_later(
 
 
 def test_ranks_that_began_before_the_store_was_there_need_not_begin_again(store, engine_id, caplog):
-    """Nor may they at each look, if NFS shows their records late: it pauses an SGLang server."""
+    """A begin pauses an SGLang server."""
     scene = Scene(store, engine_id, caplog)
     engine = scene.engine
     with scene.follower() as follower:
