@@ -19,9 +19,9 @@ from dbuffer.runtime.messages import listed
 logger = logging.getLogger(__name__)
 
 MAX_VERIFICATIONS = 4
-"""Number of verifications of a layout's plans after which no more plans are made for some time,
-unless many versions were loaded by copies meanwhile. With a verification, an engine's pause lasts
-two reloads instead of one."""
+"""Number of verifications of a layout's plans after which planning pauses. Versions that were
+loaded by copies can reset the count. With a verification, an engine's pause lasts two reloads, not
+one."""
 
 _NUM_SKIPPED = 16
 """Number of versions to reload before planning is resumed after a pause. A verified plan that loads

@@ -117,7 +117,7 @@ class Span(NamedTuple):
     first_block: int
     end_block: int
     start: int
-    """Offset of the span's first byte in a weights file that has all data."""
+    """Offset of the span's first byte in the weights file, as if that had the parts' bytes, too."""
     end: int
     part: int | None
     """Number of the part file that has these bytes, or None if the weights file has them."""

@@ -295,8 +295,8 @@ def store_of_meeting(
 
 
 _HERE, _CAME = "here", "came"
-"""First words of two keys that each rank writes into torch's store. A rank deletes its `_HERE` key
-if it stops waiting, and never deletes its `_CAME` key."""
+"""Beginnings of two keys that each rank writes into torch's store in `meet`. A rank deletes its
+`_HERE` key if it stops waiting for the others, and never deletes its `_CAME` key."""
 
 
 def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:

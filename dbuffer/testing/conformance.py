@@ -140,7 +140,7 @@ class Trainer:
             with contextlib.suppress(Exception):  # an error if the backend has ended the update
                 self.client.finish_weight_update()
         else:
-            raise AssertionError(f"an update was not refused: {problem}")
+            raise AssertionError(f"the backend accepted a wrong update: {problem}")
         assert self.bench.state() == before, f"a refused update changed the engine: {problem}"
         assert self.send(self.bench.first) == self.bench.fresh, (
             f"the next update did not work after a refused update: {problem}"

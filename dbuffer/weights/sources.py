@@ -75,7 +75,7 @@ class Source:
     new_names: Callable[[list[str]], list[str]] = list
     """Function from the trainer's names of all tensors in `stream` to the names to publish."""
     reader: SourceReader | None = None
-    """Reader of the vLLM weight source that the lazy tensors come from, or None."""
+    """Reader that lazy tensors read from if a vLLM weight source was given, or None."""
     check: Callable[[], None] = _check_nothing
     """Function that is called before the version is committed. If it raises, nothing is
     published."""

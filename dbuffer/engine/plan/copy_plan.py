@@ -334,10 +334,10 @@ def plan_copies(
 ) -> CopyPlan:
     """Plan the copies that give a live model's parameters the result of a traced load.
 
-    ``reloaded`` has the layers to leave to the engine's reload, each with the reason. ``check`` is
-    used to trace how these layers are loaded alone. ``derived``: layers that a reload changes after
-    it has copied tensors into them. Raise :class:`UnsupportedError` if copies would load too little
-    of the model.
+    ``reloaded`` has the layers to leave to the engine's reload, each with the reason. To load only
+    these layers, the plan has a trace of such a load, made with ``check``. ``derived``: layers that
+    a reload changes after it has copied tensors into them. Raise :class:`UnsupportedError` if
+    copies would load too little of the model.
     """
     live = {
         unwrapped(name): tensor

@@ -399,7 +399,7 @@ def digest_of_all(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield all bytes in order, as lists of views with `_CHUNK_BYTES` in all (the last: fewer)."""
+    """Yield all bytes in order, in lists of views: `_CHUNK_BYTES` a list, or less in the last."""
     views: list[torch.Tensor] = []
     room = _CHUNK_BYTES
     for parameter in parameters:

@@ -128,7 +128,7 @@ class ModelFingerprint:
                 pending.extend((f"{name}{step}", part) for step, part in self._parts(thing))
 
     def changes_to(self, later: ModelFingerprint) -> list[str]:
-        """Return the names of the places where this fingerprint and a later one differ."""
+        """Return the names of the tensors and attributes that a later fingerprint has otherwise."""
         before, after = self._seen, later._seen
         return [name for name in before | after if before.get(name) != after.get(name)]
 

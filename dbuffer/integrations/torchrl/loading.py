@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """In-memory copy of a version: the sender can go on while a load waits for forward calls."""
+    """In-memory copy of a version, so that the sender need not wait until forward calls end."""
 
     version: int
     layout: Layout

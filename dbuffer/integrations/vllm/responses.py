@@ -64,7 +64,7 @@ class Exchange:
     has_choices: bool = True
     admitted: WeightLabel | None = None
     calls: list[tuple[int, dict[int, list[Any]]]] = field(default_factory=list)
-    """For each prompt: number of choices, and the version spans of complete choices by index."""
+    """Calls of the engine: number of choices, and the spans of each complete choice by index."""
     is_search: bool = False
     """Whether each of :attr:`calls` is a step of a beam search. Otherwise, each is a prompt."""
 

@@ -1,4 +1,4 @@
-"""`Engine` implementations for vLLM: an ``LLM``, an ``AsyncLLM``, its replica, or a server.
+"""`Engine` classes for vLLM: for an ``LLM``, an ``AsyncLLM``, one of its replicas, or a server.
 
 All calls block. A call of an ``AsyncLLM`` runs in the event loop of the ``AsyncLLM``, so another
 thread must make the call. A server is called over HTTP.
