@@ -110,8 +110,8 @@ def require_conformance(store: Path, llm: Any) -> None:
         return lambda client, source: kind(start(client, source), source)
 
     broken: dict[Any, tuple[Any, Any, str]] = {
-        conformance.check_names: (llm, altered(with_known_names), "not refused: .* is missing"),
-        conformance.check_shapes: (llm, altered(fitted), "not refused: too few rows"),
+        conformance.check_names: (llm, altered(with_known_names), "a wrong update: .* is missing"),
+        conformance.check_shapes: (llm, altered(fitted), "a wrong update: too few rows"),
         conformance.check_refusals: (TakesAnyField(llm), start, "unknown field of update_info"),
         conformance.check_half_updates: (llm, altered(up_to_a_failure), "the source fails"),
         conformance.check_sleep: (llm, wrapped(SendsNothingTwice), "were lost in sleep"),
