@@ -60,11 +60,10 @@ def read_checkpoint(
     tensors: dict[str, LazyTensor] = {}
     file_of: dict[str, str] = {}
     twice: dict[tuple[str, str], list[str]] = {}
-    states = {path / INDEX: state_of(path / INDEX)}
+    state = state_of if saved is None else saved.get
+    states = {**(saved or {}), path / INDEX: state(path / INDEX)}
     files = checkpoint_files(path)
-    states |= {file: state_of(file) for file in files}  # before any file is opened
-    if saved is not None:
-        states = {**dict.fromkeys(states), **saved}
+    states |= {file: state(file) for file in files}  # before any file is opened
     for file, names_in_file in files.items():
         for name, tensor in _open_safetensors(file, names_in_file):
             if name in tensors:

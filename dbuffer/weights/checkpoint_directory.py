@@ -122,6 +122,18 @@ def send_saved(
     last = _newest_order(store)
     problems: dict[Path, str] = {}
     retries = RetryLoop(logger, failed=f"publishing checkpoints of {directory}: ", stop=stop)
+
+    def due_after(checkpoint: Checkpoint, error: Exception) -> float:
+        """Log an error, and return the time at which the checkpoint is to be tried again."""
+        if isinstance(error, StoreAccessError) or isinstance(error.__cause__, OSError):
+            with retries.attempt():  # which logs the error, and sets the backoff
+                raise error
+            return time.monotonic() + retries.retry_s
+        if problems.get(checkpoint.path) != str(error):
+            logger.warning("%s is not published: %s", checkpoint.path, str(error))
+            problems[checkpoint.path] = str(error)
+        return math.inf
+
     missing = "" if directory.exists() else ", which does not exist yet"
     logger.info("publishing each checkpoint that is saved into %s%s", directory, missing)
     while True:
@@ -133,21 +145,11 @@ def send_saved(
                 checkpoint.require_one_save(last)
                 send(checkpoint, checkpoint.metadata)
             except (InvalidWeightsError, StoreAccessError) as error:
-                if _is_published(checkpoint, store):  # a later step failed, such as a flush
-                    logger.warning("%s", str(error))
-                elif checkpoint.has_changed:  # the files were read in the middle of a save
+                if not _is_published(checkpoint, store):
+                    if not checkpoint.has_changed:  # else it was read in the middle of a save
+                        changes[checkpoint.path] = checkpoint, due_after(checkpoint, error)
                     continue
-                else:
-                    due = math.inf
-                    if isinstance(error, StoreAccessError) or isinstance(error.__cause__, OSError):
-                        with retries.attempt():  # which logs the error, and sets the backoff
-                            raise
-                        due = time.monotonic() + retries.retry_s
-                    elif problems.get(checkpoint.path) != str(error):
-                        logger.warning("%s is not published: %s", checkpoint.path, str(error))
-                        problems[checkpoint.path] = str(error)
-                    changes[checkpoint.path] = checkpoint, due
-                    continue
+                logger.warning("%s", str(error))  # a later step failed, such as a flush
             retries.succeeded(f"publishing checkpoints of {directory}")
             for other, due in changes.values():
                 if last < other.order < checkpoint.order and due < math.inf:
