@@ -205,8 +205,8 @@ class DoubleBufferSyncScheme(StoreScheme):
         extracted = extract(weights, self._strategy.extract_weights)
         if isinstance(weights, TensorDictBase) and isinstance(model, nn.Module):
             # RayCollector makes a TensorDict of this model, without nested modules' extra state.
-            tensors = weights.exclude(EXTRA_STATE).values(include_nested=True, leaves_only=True)
-            if set(map(id, tensors)) == set(map(id, own_tensors(model))):
+            tensors = {id(value) for name, value in extracted.items() if name != EXTRA_STATE}
+            if tensors == set(map(id, own_tensors(model))):
                 of_model = extract(model, self._strategy.extract_weights)
                 if extracted.keys() <= of_model.keys():  # else the caller has renamed tensors
                     return of_model
