@@ -123,12 +123,13 @@ class StoreView:
 
         If the store is started over, the engine stays on its version until a new follower begins.
         """
+        if self.options.forked != "follow":
+            return False
         if served is None or served.id.number != self.options.version:
             return False
         # If the store cannot be read now, the engine stays on its version.
         with contextlib.suppress(errors.DBufferError, OSError):
-            if self.options.forked == "follow":
-                return self.newer_than(None) not in (None, served.id)
+            return self.newer_than(None) not in (None, served.id)
         return False
 
     def newer_than(

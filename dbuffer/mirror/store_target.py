@@ -220,9 +220,10 @@ class StoreTarget:
                 self._source.reader.verify(opened, layout, checksums)
             opened.require_unchanged()
             chain, delta_bytes = self._copy_deltas(opened, draft)
-            described = {"published_at": manifest.published_at, "chain": chain}
             try:
-                draft.commit(manifest.metadata, checksums, **described)
+                draft.commit(
+                    manifest.metadata, checksums, published_at=manifest.published_at, chain=chain
+                )
             except StoreAccessError as error:
                 pointer = self.newest()
                 if pointer is None or pointer.id != manifest.id:
