@@ -168,7 +168,7 @@ def choose_versions(case: Case) -> None:
 
 
 def refuse_positions_past_32_bits(case: Case) -> None:
-    """Which vLLM's patches cannot hold. One element, repeated, stands in for a long tensor."""
+    """vLLM's patches have positions of 32 bits. The long tensor repeats a single element."""
     long = torch.zeros(1, dtype=torch.uint8).expand(2**31)
     handed: list[Any] = []
 

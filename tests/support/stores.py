@@ -70,7 +70,7 @@ def mounted(path: Path, *options: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        # Lazily: a traceback of what the test has caught may still hold a file open.
+        # Unmount lazily, because the traceback of a caught error can keep a file open.
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
